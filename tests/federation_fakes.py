@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from replicad.sender.items import START, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.items import START, DestinationState, Edu, Order, OutstandingPage, Pdu, Transaction, WantedItems
 from replicad.sender.store import Entry, Recorded, Recording
 from replicad.sender.transport import SendResult
 
@@ -26,11 +26,11 @@ class Shelf:
     parked: list[tuple[str, str]] = field(default_factory=list)  # bodies and reasons
     written_at: float = 0.0
 
-    def page(self, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
+    def page(self, wanted: WantedItems, *, pdus: int, pdu_bytes: int, edus: int) -> OutstandingPage:
         if wanted.collapse:
             self.collapse()
         if wanted.transaction and self.entry is not None and self.entry.transaction is not None:
-            return Page(transaction=self.entry.transaction)
+            return OutstandingPage(transaction=self.entry.transaction)
         facts: list[Pdu] = []
         if wanted.pdus:
             room = pdu_bytes
@@ -41,7 +41,7 @@ class Shelf:
                 facts.append(Pdu(order, known.room, known.body))
                 room -= len(known.body.encode())
         updates = sorted(self.edus)[:edus] if wanted.edus else []
-        return Page(
+        return OutstandingPage(
             pdus=tuple(facts),
             edus=tuple(Edu(self.edus[number].body, None, number) for number in updates),
             more_pdus=wanted.pdus and sum(order > wanted.after for order in self.facts) > len(facts),
@@ -84,11 +84,11 @@ class Shelf:
             del self.edus[old]
         self.edus[number] = Edu(edu.body, edu.key, number)
 
-    def standing(self, now: float) -> Standing:
+    def standing(self, now: float) -> DestinationState:
         entry = self.entry or Entry("", START, 0)
         retry_in = None if entry.retry_in is None else max(0.0, entry.retry_in - (now - self.written_at))
         outstanding = bool(self.facts or self.edus or entry.transaction)
-        return Standing(entry.success, entry.serial, entry.failures, retry_in, entry.catching_up, outstanding)
+        return DestinationState(entry.success, entry.serial, entry.failures, retry_in, entry.catching_up, outstanding)
 
 
 class MemoryStore:
@@ -103,7 +103,7 @@ class MemoryStore:
     async def recorded(self) -> dict[str, Recorded]:
         return dict(self.upto)
 
-    async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, Standing]]:
+    async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, DestinationState]]:
         for name in sorted(self.shelves):
             if mine(name):
                 yield name, self.shelves[name].standing(trio.current_time())
@@ -133,7 +133,7 @@ class MemoryStore:
         await trio.lowlevel.checkpoint()
         return sum(self.shelves[name].collapse() for name in names)
 
-    async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
+    async def page(self, name: str, wanted: WantedItems, *, pdus: int, pdu_bytes: int, edus: int) -> OutstandingPage:
         await trio.lowlevel.checkpoint()
         return self.shelves[name].page(wanted, pdus=pdus, pdu_bytes=pdu_bytes, edus=edus)
 

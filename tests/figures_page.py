@@ -15,7 +15,7 @@ from replicad.daemon import own_figures
 from replicad.daemon.figures import Family
 from replicad.operations.http import app, exposition
 from replicad.redis import figures as of_redis
-from replicad.sender import figures as of_senders
+from replicad.sender import serving as sender_serving
 from replicad.streams.serving import figures as of_streams
 from replicad.tubes.serving import service as tube_service
 
@@ -27,7 +27,7 @@ PARTS: dict[str, Sequence[Family]] = {
     "streams": of_streams.FAMILIES,
     "tubes": tube_service.FAMILIES,
     "Redis": of_redis.FAMILIES,
-    "senders": of_senders.FAMILIES,
+    "senders": sender_serving.FAMILIES,
 }
 
 

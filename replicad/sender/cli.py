@@ -1,4 +1,6 @@
-"""`replicad sender`: turns options into settings and runs the sender until a signal ends it. Prints secrets."""
+"""`replicad sender`: turns options into settings and runs the sender until a signal ends it. Its commands print
+secrets, list and replay parked items, and retire senders.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +17,27 @@ import click
 
 from replicad.config.declaring import load, read_file
 from replicad.config.settings import ClientSettings, DatabaseSettings, read_settings
-from replicad.errors import EnvironmentRefused, UsageError
+from replicad.errors import EnvironmentRefused, SenderRefused, UnknownStream, UsageError
+from replicad.postgres.statements import statement
 from replicad.protocol.words import MAX_INTEGER
-from replicad.sender import parked_cli, retire_cli
-from replicad.sender.settings import Bounds, Delivery, Routing, Secrets, SenderSettings
+from replicad.sender.settings import Delivery, Routing, Secrets, SenderBounds, SenderSettings
 from replicad.sender.signing import derive
-from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option, settings_options
-from replicad.terminal.database import database_url
-from replicad.terminal.output import echo
+from replicad.terminal.command import (
+    ReplicadCommand,
+    ReplicadGroup,
+    database_options,
+    json_option,
+    option,
+    settings_options,
+)
+from replicad.terminal.database import database_url, on_database
+from replicad.terminal.output import echo, print_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from replicad.config.settings import DatabaseSettings
+    from replicad.postgres.bridge import Database
     from replicad.sender.sender import Sender
 
 
@@ -79,7 +93,7 @@ Examples:
 @settings_options(SenderSettings)
 @settings_options(Routing, "Routing")
 @settings_options(Delivery, "Delivery")
-@settings_options(Bounds, "Bounds")
+@settings_options(SenderBounds, "Bounds")
 @settings_options(ClientSettings, "Daemon")
 @settings_options(DatabaseSettings, "Database")
 @click.pass_context
@@ -102,7 +116,7 @@ def command(ctx: click.Context, /, config: Path | None, moves: tuple[str, ...], 
         if error.name not in {"httpx", "httpcore", "h11", "anyio"}:
             raise
         raise EnvironmentRefused("the sender needs httpx: pip install 'replicad[federation]'") from error
-    from replicad.sender.upstream import client_upstream
+    from replicad.sender.intake import client_upstream
 
     sys.path.insert(0, os.getcwd())  # --route finds modules in the current folder, as `python -m` does
     tls = program.client.ssl_context()
@@ -153,16 +167,14 @@ def secret(ctx: click.Context, /, name: str, config: Path | None) -> None:
         raise UsageError(f"{name!r} is not UTF-8, so it is not the name of a destination") from None
 
 
-command.add_command(parked_cli.command)
-command.add_command(retire_cli.command)
-
-
 def _move(text: str, facts: str) -> tuple[str, str]:
     """One value of --from: the stream and its token."""
     stream, _, token = text.rpartition("=")
     known = re.fullmatch(r"now|earliest|[0-9]{1,19}", token, re.IGNORECASE)
     if not known or (token.isdecimal() and int(token) > MAX_INTEGER):
-        raise UsageError(f"--from: {text!r} does not fit; give a token, now or earliest, or STREAM= and one of these")
+        raise UsageError(
+            f"--from: {text!r} does not fit; give a token, now or earliest, with STREAM= before it if needed"
+        )
     return stream or facts, token.upper()
 
 
@@ -189,3 +201,146 @@ async def _stop_on_signal(sender: Sender) -> None:
                 raise KeyboardInterrupt
             structlog.get_logger().info("stopping", signal=signal.Signals(number).name)
             sender.stop()
+
+
+_IDS = click.IntRange(1, MAX_INTEGER)
+_WIDEST = 60  # characters of a destination in the table: a name may have a thousand, and would move all columns
+_COLUMNS = ["id", "parked_at", "stream", "destination", "kind", "token", "replaying", "reason"]
+
+
+@command.group("parked", cls=ReplicadGroup, short_help="List, send again or drop what destinations refuse.")
+def parked() -> None:
+    """List what destinations refuse, send it again, or drop it.
+
+    A fact or an update is parked when its destination refuses it (400, 413, 414, 415, 422, 431) and accepts what comes
+    after it, or when a row names a destination to which nothing can be sent. It stays until it is sent again or
+    dropped.
+    """
+
+
+def _choice(function: Callable[..., None]) -> Callable[..., None]:
+    for decorate in (
+        database_options,
+        option("--destination", metavar="NAME", help="Only items for this destination."),
+        option("--stream", metavar="STREAM", help="Only items that senders of this stream of facts have parked."),
+    ):
+        function = decorate(function)
+    return function
+
+
+@parked.command("list")
+@option("--limit", type=click.IntRange(1, 1_000_000), default=1000, help="The oldest, so many. Default: 1000.")
+@json_option
+@_choice
+def list_parked(stream: str | None, destination: str | None, limit: int, as_json: bool, **options: Any) -> None:
+    """List the parked items, the oldest first; with --json also the bodies, and names in full."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> list[Any]:
+        query = statement("federation_parked", settings.stream_schema)
+        return await db.fetch(query, [], stream, destination, limit)
+
+    rows = [dict(row) for row in on_database(options, work, part="federation")]
+    columns = [*_COLUMNS, "body"] if as_json else _COLUMNS
+    if not as_json:
+        for row in rows:  # ids and tokens as other commands take them, without separators
+            name = row["destination"]
+            short = name if len(name) <= _WIDEST else f"{name[: _WIDEST - 3]}..."
+            row.update(id=str(row["id"]), token=row["token"] and str(row["token"]), destination=short)
+    print_rows(columns, rows, as_json=as_json, nothing="nothing that senders deliver is parked")
+
+
+@parked.command("replay")
+@click.argument("ids", type=_IDS, nargs=-1)
+@option("--all", "everything", is_flag=True, help="All that is parked.")
+@_choice
+def replay(ids: tuple[int, ...], everything: bool, **options: Any) -> None:
+    """Send parked items again: the items with these IDS, or the items that the options choose.
+
+    The sender of a destination does it within its --sweep-interval (a minute), or when it starts. It delivers them
+    after what is outstanding already, in new transactions. An item that is refused again is parked again.
+    """
+    count = _change("federation_parked_want", ids, everything, options)
+    echo(f"{count} to be sent again")
+
+
+@parked.command("drop")
+@click.argument("ids", type=_IDS, nargs=-1)
+@option("--all", "everything", is_flag=True, help="All that is parked.")
+@_choice
+def drop(ids: tuple[int, ...], everything: bool, **options: Any) -> None:
+    """Remove parked items for good: the items with these IDS, or the items that the options choose."""
+    echo(f"{_change('federation_parked_drop', ids, everything, options)} dropped")
+
+
+def _change(query: str, ids: tuple[int, ...], everything: bool, options: dict[str, Any]) -> int:
+    stream, destination = options.pop("stream"), options.pop("destination")
+    if not (ids or everything or stream or destination):
+        raise UsageError("say which: IDS as `replicad sender parked list` shows them, --destination, --stream or --all")
+
+    async def work(db: Database, settings: DatabaseSettings) -> int:
+        found: int = await db.fetch_value(statement(query, settings.stream_schema), list(ids), stream, destination)
+        return found
+
+    return on_database(options, work, part="federation")
+
+
+@command.command(
+    "retire",
+    short_help="Forget senders that are not meant to run any more.",
+    epilog="""\b
+Examples:
+  replicad sender retire s1 --facts orders --yes
+  replicad sender retire s1 s2 --facts orders --yes""",
+)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@option("--facts", "source", metavar="STREAM", required=True, help="Their stream of facts, or the first of --updates.")
+@option("--yes", is_flag=True, help="Do it. Their waiting and parked items are lost.")
+@database_options
+def retire(names: tuple[str, ...], source: str, yes: bool, **options: Any) -> None:
+    """Forget the senders NAME... of a stream, stopped for good, with all that they have stored.
+
+    NAME... must be all senders of the stream, as in its --senders. To remove one of several senders, start the others
+    with a --senders without it; they go on with its destinations, and nothing is lost.
+    """
+
+    async def work(db: Database, settings: DatabaseSettings) -> str:
+        return await retire_senders(db, settings.stream_schema, source, names, yes=yes)
+
+    lost = on_database(options, work, part="federation", statement_timeout=None)
+    echo(f"stream {source} has no sender any more; {lost} are forgotten")
+
+
+async def retire_senders(db: Database, schema: str, source: str, names: Collection[str], *, yes: bool) -> str:
+    """Forget the senders of a source (see SenderStore). `names` must be all of them. Returns the losses in words.
+
+    Raises:
+        UnknownStream: the source has no senders.
+        SenderRefused: a sender is running, or other senders share the destinations with them.
+        UsageError: it would be done, but for `yes`.
+    """
+    async with db.connection() as connection, connection.transaction():
+        found = await connection.fetch(statement("federation_retire_hold", schema), source)
+        _check_retired(source, set(names), {row["name"]: row["free"] for row in found})
+        (row,) = await connection.fetch(statement("federation_retire_loses", schema), source)
+        lost = f"{row['facts']:,} facts and {row['updates']:,} updates that wait, and {row['parked']:,} parked items"
+        if not yes:
+            raise UsageError(f"{lost} would be lost, and up to where {source} was read; to do it add --yes")
+        await connection.execute(statement("federation_retire", schema), source)
+    return lost
+
+
+def _check_retired(source: str, wanted: set[str], known: Mapping[str, bool]) -> None:
+    """Raises as `retire`. `known`: for each sender whether it is stopped."""
+    if not known:
+        raise UnknownStream(f"no sender of stream {source} is known")
+    running = sorted(name for name, free in known.items() if not free)
+    if running:
+        raise SenderRefused(f"sender {', '.join(running)} of stream {source} is running; stop it first")
+    if wanted != known.keys():
+        others = sorted(known.keys() - wanted)
+        if wanted < known.keys():
+            raise SenderRefused(
+                f"{', '.join(others)} shares the destinations of stream {source}: start it with --senders "
+                f"{','.join(others)}, and it takes the others' place; or retire all of them: {', '.join(sorted(known))}"
+            )
+        raise SenderRefused(f"the senders of stream {source} are {', '.join(sorted(known))}")

@@ -7,32 +7,111 @@ takes no memory. Above an hour of back-off (`Terms.catch_up_after`) the destinat
 the latest fact is left, and droppable updates are dropped (docs/sender.md, Outages).
 
 There is one transaction at a time. It is stored before it is sent, so that it can be repeated unchanged. The caller
-reads what `wants` says, calls `begin`, sends the transaction, and calls `succeeded` or `failed`.
+reads the items that `wants` names, calls `begin`, sends the transaction, and calls `succeeded` or `failed`.
 """
 
 from __future__ import annotations
 
 import enum
+import sys
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from replicad.errors import LocalProtocolError
 from replicad.sender.items import (
     START,
     Aside,
+    DestinationState,
     Edu,
     Memory,
-    Page,
+    Order,
+    OutstandingPage,
     Pdu,
-    Standing,
     Transaction,
-    Wanted,
+    WantedItems,
     make_transaction,
 )
-from replicad.sender.packing import Suspects, take_one, take_pdus, take_updates
-from replicad.sender.terms import Terms
+from replicad.sender.settings import Terms
 
-MOST_ASIDE = 50  # items in a row that are tried before the destination counts as one that refuses everything
+
+@dataclass(slots=True)
+class SuspectItems:
+    """The items of a transaction that was refused: facts up to `upto` and stored updates up to `number`.
+
+    They are sent `most` at a time; updates and facts apart.
+    """
+
+    upto: Order
+    number: int
+    most: int
+
+    @classmethod
+    def of(cls, refused: Transaction, units: int) -> SuspectItems:
+        """The suspects of a transaction with so many facts and updates; they are halved."""
+        return cls(refused.upto, max(refused.edu_numbers, default=0), max(1, units // 2))
+
+    def take(self, pdus: deque[Pdu], edus: deque[Edu], room: int) -> tuple[list[Pdu], list[Edu]]:
+        """Take the next suspects out of the queues; nothing if there are none left."""
+        found = take_edus(edus, self.most, room, upto=self.number)
+        return ([], found) if found else (take_pdus(pdus, self.most, room, upto=self.upto), [])
+
+
+def take_pdus(queue: deque[Pdu], most: int, room: int, upto: Order | None = None) -> list[Pdu]:
+    """The oldest facts that fit, `most` at most. Facts that replace one fact count as one and stay together."""
+    taken: list[Pdu] = []
+    while queue and most > 0 and (upto is None or queue[0].order <= upto):
+        order, count, size = queue[0].order, 0, 0
+        for pdu in queue:
+            if pdu.order != order:
+                break
+            count, size = count + 1, size + len(pdu.body)
+        if taken and (count > most or size > room):
+            break
+        for _ in range(count):
+            taken.append(queue.popleft())
+        most -= count if upto is None else 1
+        room -= size
+    return taken
+
+
+def take_edus(queue: deque[Edu], most: int, room: int, upto: int) -> list[Edu]:
+    """The oldest stored updates that fit, `most` at most, with numbers up to `upto`."""
+    taken: list[Edu] = []
+    while queue and len(taken) < most and (queue[0].number or 0) <= upto:
+        if taken and len(queue[0].body) > room:
+            break
+        room -= len(queue[0].body)
+        taken.append(queue.popleft())
+    return taken
+
+
+def take_one(pdus: deque[Pdu], edus: deque[Edu], *, updates_first: bool) -> tuple[list[Pdu], list[Edu]]:
+    """The oldest fact, or the oldest stored update: whichever is to come first, if there is one."""
+    if edus and (updates_first or not pdus):
+        return [], [edus.popleft()]
+    return take_pdus(pdus, 1, 0, upto=Order(sys.maxsize, 0)), []
+
+
+def take_updates(stored: deque[Edu], droppable: dict[object, Edu], most: int, room: int, *, alone: bool) -> list[Edu]:
+    """The oldest updates that fit, `most` at most; updates that may not be dropped come first.
+
+    `alone`: there is nothing else in the transaction, so that the first may be larger than `room`.
+    """
+    taken: list[Edu] = []
+    while len(taken) < most and (stored or droppable):
+        edu = stored[0] if stored else next(iter(droppable.values()))
+        if len(edu.body) > room and (taken or not alone):
+            break
+        room -= len(edu.body)
+        taken.append(edu)
+        if stored:
+            stored.popleft()
+        else:
+            droppable.pop(next(iter(droppable)))
+    return taken
+
+
+MOST_ASIDE = 50  # items in a row that are tried before the destination is taken to refuse everything
 
 
 class Phase(enum.Enum):
@@ -87,11 +166,11 @@ class Destination:
         terms: Terms,
         memory: Memory,
         now: float,
-        standing: Standing | None = None,
+        standing: DestinationState | None = None,
         *,
         source: str = "",
     ) -> None:
-        known = standing or Standing()  # `source` is the one of the sender; ids are made of it
+        known = standing or DestinationState()  # `source` is the sender's source; ids are made of it
         self.name = name
         self.success = known.success  # the destination has all facts up to here
         self.serial = known.serial
@@ -120,11 +199,11 @@ class Destination:
         self._durable: deque[Edu] = deque()
         self._edus: dict[object, Edu] = {}  # droppable updates, by key; one without a key under itself
         self._held: list[Pdu | Edu] = []  # the facts and updates in the transaction
-        self._units = 1  # of these, those that may be sent apart
-        self._suspects: Suspects | None = None  # some of them are refused
+        self._units = 1  # of these, the items that may be sent apart
+        self._suspects: SuspectItems | None = None  # some of them are refused
         self._unsure = False  # the transaction was sent before, and may have been accepted
         self.aside: tuple[Aside, ...] = ()  # each is refused; others are on trial
-        self.refused: Transaction | None = None  # what is repeated if the trial ends without one that is accepted
+        self.refused: Transaction | None = None  # the transaction to repeat if the trial ends and no other was accepted
 
     def enqueue(self, pdu: Pdu, now: float) -> bool:
         """Queue a fact that was stored just now. False if the destination has had it already."""
@@ -203,7 +282,7 @@ class Destination:
     # --- the store is read ---
 
     @property
-    def wants(self) -> Wanted | None:
+    def wants(self) -> WantedItems | None:
         """What must be read from the store before `begin`, or None."""
         if self.transaction is not None:
             return None
@@ -213,14 +292,14 @@ class Destination:
             return None
         after = max((aside.upto for aside in self.aside), default=START)
         collapse = pdus and self._stale and self._terms.supersede
-        return Wanted(pdus, edus, self._unread and not self.aside, collapse, after)
+        return WantedItems(pdus, edus, self._unread and not self.aside, collapse, after)
 
     @property
     def edus_to_read(self) -> int:
-        """Those of a transaction, and those that are set aside."""
+        """The updates of a transaction, and the updates that are set aside."""
         return self._terms.edus + sum(len(aside.numbers) for aside in self.aside)
 
-    def load(self) -> Wanted:
+    def load(self) -> WantedItems:
         """The store will be read now; pass the result to `loaded`."""
         wanted = self.wants
         self._require(Phase.RESTING)
@@ -230,7 +309,7 @@ class Destination:
         self._missed_pdus = self._missed_edus = False
         return wanted
 
-    def loaded(self, page: Page, wanted: Wanted) -> None:
+    def loaded(self, page: OutstandingPage, wanted: WantedItems) -> None:
         """The store was read, at a time after `load` was called."""
         self._require(Phase.LOADING)
         self.phase = Phase.RESTING
@@ -305,7 +384,7 @@ class Destination:
         lost = self._finish()
         self._reread()
         if refused is not None and units > 1 and (lost.pdus or lost.edu_numbers):
-            self._suspects = Suspects.of(lost, units)
+            self._suspects = SuspectItems.of(lost, units)
             return False
         if not (on_trial and (self.catching_up or self._terms.away(self.failures))):  # else it does answer
             self.failures = 1 if self._woken else self.failures + 1
@@ -375,7 +454,7 @@ class Destination:
 
     def _make(self, ts: int) -> Transaction | None:
         room = self._terms.transaction_bytes
-        if self.aside:  # one item: what is parked is what is refused while another is accepted
+        if self.aside:  # one item: an item is parked if it is refused while another is accepted
             pdus, edus = take_one(self._pdus, self._durable, updates_first=bool(self.aside[-1].numbers))
             self._units = 1
         else:

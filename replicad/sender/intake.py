@@ -8,7 +8,9 @@ continue in both cases.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -25,22 +27,105 @@ from replicad.client.events import (
     RowBatch,
     StreamStopped,
 )
+from replicad.client.trio_client import TrioFollower, open_client
 from replicad.errors import (
     BadToken,
+    ConnectionLost,
     DatabaseError,
     DatabaseUnavailable,
+    RemoteError,
     RouteFailed,
     SenderRefused,
     StreamRestarted,
 )
+from replicad.nurseries import open_plain_nursery
 from replicad.protocol.commands import RemoteServerUp
 from replicad.retry import Backoff
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu
 from replicad.sender.routing import Router, SourceRow, Update, body_text
-from replicad.sender.store import Recorded, Recording, Restart, Store
+from replicad.sender.store import Recorded, Recording, Restart, SenderStore
 from replicad.sender.transport import OWN
-from replicad.sender.upstream import Told, Upstream
+from replicad.streams.commands import FederationAck
+
+NOW = "NOW"
+EARLIEST = "EARLIEST"
+ACK_RETRY = 1.0  # seconds; nothing waits for an ack
+
+_Also = PositionMoved | Connected | Disconnected | StreamStopped | RemoteServerUp
+_ALSO: tuple[type[_Also], ...] = (PositionMoved, Connected, Disconnected, StreamStopped, RemoteServerUp)
+UpstreamEvent = RowBatch | Reset | _Also
+
+log = structlog.get_logger()
+
+
+class Upstream:
+    """A connection to the daemon that is made again when it was lost. Made by `client_upstream`."""
+
+    def __init__(self, follower: TrioFollower[UpstreamEvent]) -> None:
+        self._follower = follower
+        self._acks: dict[str, FederationAck] = {}  # by stream; not sent yet
+        self._new_ack = trio.Event()
+
+    def follow(self) -> AsyncIterator[UpstreamEvent]:
+        """Rows of every stream in ascending order over all writers, and the other events that a sender needs.
+
+        Never ends by itself. Raises ReplicadError if another try would not help.
+        """
+        return self._follower
+
+    def epoch(self, stream: str) -> str | None:
+        """The generation of the stream to which the last event belongs; None before the first answer."""
+        return self._follower.epoch(stream)
+
+    def acknowledge(self, sender: str, stream: str, token: int) -> None:
+        """Send soon up to which token a stream is recorded. Of each stream the last token counts."""
+        self._acks[stream] = FederationAck(sender, token, stream)
+        self._new_ack.set()
+
+    async def send_acks(self) -> None:
+        """Send the last ack of each stream; try again if it fails.
+
+        Acks go out on the connection that follows the streams. After a fork the daemon accepts acks only there, because
+        only that connection has named the generation of its rows.
+        """
+        while True:
+            await self._new_ack.wait()
+            self._new_ack = trio.Event()
+            acks = [ack for stream, ack in self._acks.items() if self._follower.is_accepted(stream)]
+            try:
+                if acks:
+                    await self._follower.send(*acks)
+            except (ConnectionLost, RemoteError, DatabaseError) as error:
+                log.debug("ack_not_sent", error=str(error))
+            else:
+                for ack in acks:
+                    if ack.stream is not None and self._acks[ack.stream] is ack:
+                        del self._acks[ack.stream]
+            if self._acks:
+                self._new_ack.set()
+                await trio.sleep(ACK_RETRY)
+
+
+OpenUpstream = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Upstream]]
+"""Connects to the daemon and follows streams, each behind a token: of `Recorded`, a number, NOW or EARLIEST."""
+
+
+def client_upstream(
+    host: str, port: int, *, name: str, token: str | None = None, tls: ssl.SSLContext | None = None
+) -> OpenUpstream:
+    """How to open upstreams of the daemon at host:port. `name` is our name for the daemon, `token` its secret."""
+
+    @asynccontextmanager
+    async def open_upstream(tokens: Mapping[str, str]) -> AsyncIterator[Upstream]:
+        async with open_client(host, port, name=name, token=token, tls=tls) as client:
+            async with client.follow(tokens, linear=True, also=_ALSO) as follower, open_plain_nursery() as nursery:
+                upstream = Upstream(follower)
+                nursery.start_soon(upstream.send_acks)
+                yield upstream
+
+    return open_upstream
+
 
 AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
 ROWS = 1000  # routed and recorded together, so that the cost of a commit is small
@@ -50,8 +135,6 @@ STRANGE_NAMES = 1000  # invalid names that are logged at most
 IDLE_TOKEN = 1.0  # seconds after which a position without rows is stored too
 
 T = TypeVar("T")
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +146,13 @@ class IntakeStatistics:
     refused_names: int
 
 
-class Intake:
+class SenderIntake:
     """See the module. `mine`: whether this sender serves a destination. `objection`: why a name is refused, or None."""
 
     def __init__(
         self,
         *,
-        store: Store,
+        store: SenderStore,
         engine: Engine,
         router: Router,
         facts: str,
@@ -96,7 +179,7 @@ class Intake:
         self._acknowledged: dict[str, int] = {}
         self._strange: set[str] = set()  # invalid names that were logged
         self._rows = self._skipped = self._refused_names = 0
-        self.began = trio.Event()  # the daemon has taken the tokens, and what is void was forgotten
+        self.began = trio.Event()  # the daemon has accepted the tokens, and void rows were forgotten
 
     def statistics(self) -> IntakeStatistics:
         """A frozen copy of the counters."""
@@ -117,15 +200,17 @@ class Intake:
         self._everywhere = {stream: one.everywhere for stream, one in recorded.items()}
         self._moves = moves if moves is not None else {}
         epochs = {stream: one.epoch for stream, one in recorded.items()}
-        write, read = trio.open_memory_channel[Told | GenerationBegan](AHEAD)
+        write, read = trio.open_memory_channel[UpstreamEvent | GenerationBegan](AHEAD)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._pump, upstream, write, epochs)
             while True:
                 await self._take_next(upstream, read)
 
-    async def _take_next(self, upstream: Upstream, read: trio.MemoryReceiveChannel[Told | GenerationBegan]) -> None:
+    async def _take_next(
+        self, upstream: Upstream, read: trio.MemoryReceiveChannel[UpstreamEvent | GenerationBegan]
+    ) -> None:
         """Process the events that have come, or store positions if none comes."""
-        events: list[Told | GenerationBegan] = []
+        events: list[UpstreamEvent | GenerationBegan] = []
         behind = self._others_are_behind()
         with trio.move_on_after(IDLE_TOKEN if self._told or behind else math.inf):
             events.append(await read.receive())
@@ -141,12 +226,12 @@ class Intake:
     async def _pump(
         self,
         upstream: Upstream,
-        write: trio.MemorySendChannel[Told | GenerationBegan],
+        write: trio.MemorySendChannel[UpstreamEvent | GenerationBegan],
         epochs: MutableMapping[str, str | None],
     ) -> None:
-        """Pass events on, and before the first one of a generation, that it has begun. `epochs`: the ones of before.
+        """Pass events on; `GenerationBegan` before the first event of a generation. `epochs`: earlier generations.
 
-        If rows are void, a Reset comes first. Only after it is what was recorded true in the next generation.
+        If rows are void, a Reset comes first. Only after it are the recorded rows true in the next generation.
         """
         async for event in upstream.follow():
             if isinstance(event, RowBatch | PositionMoved):
@@ -159,7 +244,7 @@ class Intake:
             else:
                 await write.send(event)
 
-    async def _take(self, upstream: Upstream, events: Sequence[Told | GenerationBegan]) -> None:
+    async def _take(self, upstream: Upstream, events: Sequence[UpstreamEvent | GenerationBegan]) -> None:
         """Process events in order. Consecutive rows of one stream are processed together."""
         batches: list[RowBatch] = []
         for event in events:
@@ -173,7 +258,7 @@ class Intake:
         if batches:
             await self._take_rows(upstream, batches)
 
-    async def _take_other(self, event: Told | GenerationBegan) -> None:
+    async def _take_other(self, event: UpstreamEvent | GenerationBegan) -> None:
         match event:
             case GenerationBegan():
                 await self._store.follow(event.stream, event.epoch)
@@ -296,7 +381,7 @@ class Intake:
                 break
             except RouteFailed as error:
                 if len(rows) > 1:
-                    half = len(rows) // 2  # tokens ascend: with this half all tokens below its last one are recorded
+                    half = len(rows) // 2  # tokens ascend: with this half all tokens below its last token are recorded
                     await self._route(rows[:half], rows[half - 1].token - 1, route, record)
                     await self._route(rows[half:], upto, route, record)
                     return
@@ -365,7 +450,7 @@ class Intake:
             self._engine.accept_edu(edu, names)
 
     async def _wanted(self, destinations: Iterable[str], item: Pdu | Edu | None) -> list[str]:
-        """Those of the destinations that are ours. `item` is parked for those to which nothing can be sent."""
+        """The destinations of this sender among them. `item` is parked for destinations that cannot be sent to."""
         names: list[str] = []
         refused: list[tuple[str, str]] = []
         for name in destinations:

@@ -110,8 +110,9 @@ class Transaction:
     """The content of one request. Made once, stored, and then repeated unchanged until it is accepted or refused.
 
     `upto` is how far the destination has got once it took this; `ts` is when it was made, in ms since 1970.
-    `edu_numbers` are the places in the store of those updates that are kept there. `aside` is what was refused
-    before it, and will be parked if this one is accepted; `refused` is what is repeated if no other is.
+    `edu_numbers` are the places in the store of the updates that are kept there. `aside`: the items that were refused
+    before; they are parked if this transaction is accepted. `refused`: the transaction that is repeated if none is
+    accepted.
     """
 
     id: str
@@ -140,8 +141,8 @@ def make_transaction(
 ) -> Transaction:
     """A transaction whose id is computed from its content: 32 hexadecimal digits; equal content, equal id.
 
-    The serial tells apart two transactions of equal content that are both meant (typing, not typing, typing), and the
-    source (see Store) those of two senders.
+    The serial distinguishes two intended transactions of equal content (typing, not typing, typing); the source (see
+    SenderStore) distinguishes the transactions of two senders.
     """
     head = (destination, source, serial, ts, upto.token, upto.part, len(pdus))
     texts = [text.encode() for text in (*map(str, head), *pdus, *edus)]
@@ -151,7 +152,7 @@ def make_transaction(
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DestinationState:
     """The stored state of a destination when it is loaded. `retry_in` in seconds; None: it does not back off."""
 
     success: Order = START
@@ -163,7 +164,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedItems:
     """What to read from the store: facts above `after`, oldest first; updates, oldest first; after a `collapse`."""
 
     pdus: bool
@@ -174,7 +175,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class OutstandingPage:
     """Items read from the store. With a `transaction` to repeat there is nothing else; `more_...`: more is stored."""
 
     pdus: tuple[Pdu, ...] = ()

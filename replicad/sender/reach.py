@@ -30,7 +30,7 @@ def glob(pattern: str) -> re.Pattern[str]:
     return re.compile(text, re.DOTALL | re.IGNORECASE)
 
 
-class Places:
+class AllowedHosts:
     """Addresses, networks (`10.0.0.0/8`) and globs of host names (`*.internal`) that an operator has named.
 
     Raises ValueError for an entry that is none of these.
@@ -67,9 +67,9 @@ class Places:
 def is_public(address: Address) -> bool:
     """Whether an address belongs to the public internet: neither private, loopback nor link-local, nor reserved.
 
-    For an IPv6 address that stands for an IPv4 address (mapped, 6to4, NAT64, ISATAP) the IPv4 address decides; one that
-    hides it (Teredo) is not public. What is reserved is in the registries of RFC 6890. Addresses at which clouds have
-    their own services are not public either, whatever the registries say.
+    For an IPv6 address that stands for an IPv4 address (mapped, 6to4, NAT64, ISATAP) the IPv4 address decides; an
+    address that hides it (Teredo) is not public. The registries of RFC 6890 list the reserved addresses. Addresses of
+    the clouds' own services are not public either, whatever the registries contain.
     """
     inner = _stands_for(address)
     if inner is not None and not is_public(inner):

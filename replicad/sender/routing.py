@@ -1,6 +1,6 @@
 """Routing: from rows of a stream to facts and updates with their destinations.
 
-The application knows who is in a room, and what a fact looks like on the wire. It says so in the row itself
+The application knows the members of a room, and the form of a fact on the wire. It gives both in the row itself
 (`RowRouter`), by a fixed list (`FixedRouter`), in SQL (`SqlRouter`) or in a Python function (`FunctionRouter`). Which
 sender serves a destination, and whether a name is valid, is checked later.
 """
@@ -39,7 +39,7 @@ class Fact:
     """A fact of a row, in the form in which it is sent, with its destinations.
 
     `body` is a JSON value, or as a str the JSON text of one; None is the row itself. Of the facts of one `room`
-    catch-up needs to deliver the latest only; None: this one is never superseded.
+    catch-up needs to deliver the latest only; None: this fact is never superseded.
     """
 
     destinations: Sequence[str]
@@ -165,7 +165,7 @@ class SqlRouter:
         self._rows = RowRouter()
 
     async def check(self) -> None:
-        """Run the queries on no rows. Raises UsageError with the message of Postgres if one is wrong."""
+        """Run the queries on no rows. Raises UsageError with the message of Postgres if a query is wrong."""
         for name, sql in (("--route-sql", self._facts), ("--update-route-sql", self._updates)):
             if sql is not None:
                 await check_query(self._db, name, sql, "n::integer, destinations::text[]", [], [])
@@ -207,7 +207,7 @@ class SqlRouter:
 
 
 async def check_query(db: Database, name: str, sql: str, columns: str, *args: object) -> None:
-    """Run a user's query on arguments that match nothing. Raises UsageError if it, or one of its columns, is wrong."""
+    """Run a user's query on arguments that match nothing. Raises UsageError if the query or a column of it is wrong."""
     try:
         await db.fetch(f"SELECT {columns} FROM ({sql.rstrip().rstrip(';')}) AS q LIMIT 0", *args)
     except DatabaseUnavailable:
@@ -268,8 +268,8 @@ def _object(row: SourceRow) -> dict[str, Any]:
 
 
 def _body(row: SourceRow, found: dict[str, Any], name: str) -> object:
-    """The body that a row has under `name`; None: the whole row. A null is refused: nobody means the whole row then,
-    with the names of all destinations. Of a `Fact`, a str is JSON text; in a row it is a string like others.
+    """The body that a row has under `name`; None: the whole row. A null is refused: no application means the whole row,
+    with the names of all destinations, by it. Of a `Fact`, a str is JSON text; in a row it is a string like others.
     """
     if name not in found:
         return None

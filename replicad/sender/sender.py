@@ -1,13 +1,14 @@
-"""The sender: runs the store, the connection to the daemon and the engine together, and begins again if one is lost.
+"""The sender: runs the store, the connection to the daemon and the engine; starts again if a connection is lost.
 
-A session lasts as long as its connection to Postgres. The next session begins with the state in the store; what was in
-memory is dropped. If several senders run, each serves a part of the destinations (`sharding`).
+A session lasts as long as its connection to Postgres. The next session begins with the state in the store, with an
+empty memory. If several senders run, each serves a part of the destinations (`ownership`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -33,19 +34,39 @@ from replicad.groups import leaves
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database, open_database
 from replicad.retry import Backoff
-from replicad.sender.catchup import SqlLatest
-from replicad.sender.engine import Engine, EngineStatistics
-from replicad.sender.intake import Intake, IntakeStatistics
+from replicad.sender.engine import Engine, EngineStatistics, SqlLatest
+from replicad.sender.intake import EARLIEST, NOW, IntakeStatistics, OpenUpstream, SenderIntake, Upstream
 from replicad.sender.routing import FixedRouter, FunctionRouter, Router, SqlRouter, check_query, load_function
 from replicad.sender.settings import Routing, SenderSettings
-from replicad.sender.sharding import ownership
-from replicad.sender.store import Recorded, Restart, Store, open_store
+from replicad.sender.store import Recorded, Restart, SenderStore, open_store
 from replicad.sender.transport import HttpTransport, open_transport
-from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream, Upstream
+
+
+def weight(sender: str, destination: str) -> bytes:
+    """The weight of a sender for a destination; the same in every process and version."""
+    digest = hashlib.blake2b(digest_size=8, key=hashlib.blake2b(sender.encode(), digest_size=16).digest())
+    digest.update(destination.encode())
+    return digest.digest()
+
+
+def owner(senders: Sequence[str], destination: str) -> str:
+    """The sender of `senders` (at least one) that serves the destination. Their order does not matter."""
+    return max(senders, key=lambda sender: (weight(sender, destination), sender))
+
+
+def ownership(me: str, senders: Sequence[str]) -> Callable[[str], bool]:
+    """A function that returns whether `me` serves a destination.
+
+    By highest random weight: one sender more moves only the share of that sender.
+    """
+    if len(senders) == 1:
+        return lambda _destination: True
+    return lambda destination: owner(senders, destination) == me
+
 
 CONNECTIONS = 6  # one holds the name and writes; the others read for destinations in catch-up
 NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
-FIRST_WORD = 5.0  # seconds in which a session waits for the daemon before it delivers what is stored
+FIRST_ANSWER = 5.0  # seconds in which a session waits for the daemon before it delivers the stored items
 START_GRACE = 15.0  # seconds in which a stream may be refused to a sender that starts: one just reset is, for a moment
 REFUSED = 15.0  # seconds, at most, before a stream that the daemon refuses is asked for again
 STABLE = 60.0  # seconds after which a session counts as a success and the next pause is a short one
@@ -86,7 +107,7 @@ class Sender:
         self._moves = dict(moves or {})
         self._mine = lru_cache(NAMES_CACHED)(ownership(settings.sender_name, settings.senders))
         self._engine: Engine | None = None
-        self._intake: Intake | None = None
+        self._intake: SenderIntake | None = None
         self._task_status: trio.TaskStatus[None] | None = None
         self._began = 0.0
         self._enlisted = False  # Postgres was there, and let us in
@@ -149,7 +170,7 @@ class Sender:
                 ) from cause
             starting = self._task_status is not None
             if isinstance(cause, DatabaseUnavailable) and self._enlisted:
-                continue  # another sender of the stream may have ended our session (Store.fork)
+                continue  # another sender of the stream may have ended our session (SenderStore.fork)
             if isinstance(cause, StreamRefused) and (not starting or trio.current_time() - self._began < START_GRACE):
                 continue
             if isinstance(cause, _FATAL) or starting:
@@ -197,7 +218,7 @@ class Sender:
                     now_ms=lambda: time.time_ns() // 1_000_000,
                 )
                 await self._meet(store, engine)
-                intake = Intake(
+                intake = SenderIntake(
                     store=store,
                     engine=engine,
                     router=router,
@@ -211,10 +232,10 @@ class Sender:
                 self._engine, self._intake = engine, intake
                 await self._work(store, engine, intake, transport.objection)
 
-    async def _meet(self, store: Store, engine: Engine) -> None:
+    async def _meet(self, store: SenderStore, engine: Engine) -> None:
         """Give the engine all destinations of the store.
 
-        A pause that lies further in the future than the longest one is stored anew: the clock of Postgres was ahead
+        A pause that lies further in the future than the longest pause is stored anew: the clock of Postgres was ahead
         when it began, or nothing new came for the destination, which is not stored. If it were only shortened in
         memory, it would begin again with every start.
         """
@@ -227,7 +248,7 @@ class Sender:
         if late:
             await store.shorten(late, longest)
 
-    async def _work(self, store: Store, engine: Engine, intake: Intake, objection: Objection) -> None:
+    async def _work(self, store: SenderStore, engine: Engine, intake: SenderIntake, objection: Objection) -> None:
         delivered = trio.Event()
         pauses = Backoff(first=1.0, cap=REFUSED)
 
@@ -259,10 +280,10 @@ class Sender:
         }
 
     async def _take(
-        self, intake: Intake, upstream: Upstream, recorded: Mapping[str, Recorded], pauses: Backoff
+        self, intake: SenderIntake, upstream: Upstream, recorded: Mapping[str, Recorded], pauses: Backoff
     ) -> None:
         """Take rows until cancelled. Returns after a pause if the daemon refuses a stream, of which something was
-        recorded once: as long as it does, what is stored is delivered all the same.
+        recorded once: as long as it does, the stored items are delivered all the same.
         """
         try:
             await intake.run(upstream, recorded, self._moves)
@@ -272,12 +293,12 @@ class Sender:
             if not known or not all(isinstance(cause, StreamRefused) for cause in causes):
                 raise
             pause = pauses.next_delay()
-            log.warning("stream_refused", error=str(causes[0]), retry_in=round(pause, 3), delivers="what is stored")
+            log.warning("stream_refused", error=str(causes[0]), retry_in=round(pause, 3), delivers="stored items")
             self._connected()
             intake.began.set()
             await trio.sleep(pause)
 
-    async def _keep_house(self, store: Store, engine: Engine, objection: Objection) -> None:
+    async def _keep_house(self, store: SenderStore, engine: Engine, objection: Objection) -> None:
         while True:
             await self._replay(store, engine, objection)
             await trio.sleep(self._settings.bounds.sweep_interval)
@@ -285,8 +306,8 @@ class Sender:
             removed = await store.sweep(self._settings.facts)
             log.info("sender_statistics", removed_facts=removed, **asdict(engine.statistics()))
 
-    async def _replay(self, store: Store, engine: Engine, objection: Objection) -> None:
-        """Deliver again what the operator wants of what is parked."""
+    async def _replay(self, store: SenderStore, engine: Engine, objection: Objection) -> None:
+        """Deliver parked items again, as far as the operator wants it."""
         names = [name for name in await store.wanted() if self._mine(name)]
         possible = [name for name in names if objection(name) is None]
         if possible:
@@ -296,7 +317,7 @@ class Sender:
             log.warning("destination_refused", destination=name[:200], reason=objection(name))
 
     def _standing_by(self, reason: str) -> None:
-        log.warning("standby", reason=f"{reason}; this one waits until that one has ended")
+        log.warning("standby", reason=f"{reason}; this sender waits until that sender has ended")
         self._connected()
 
     def _connected(self) -> None:
@@ -312,12 +333,12 @@ class Sender:
             yield
 
 
-async def _deliver(engine: Engine, intake: Intake) -> None:
-    """Run the engine. Not before the daemon has taken the tokens: what is recorded may be void by now.
+async def _deliver(engine: Engine, intake: SenderIntake) -> None:
+    """Run the engine. Wait first until the daemon has accepted the tokens: recorded rows may be void by now.
 
-    Without a daemon it runs soon all the same: what is recorded can be delivered.
+    Without a daemon it runs soon all the same: recorded rows can be delivered.
     """
-    with trio.move_on_after(FIRST_WORD):
+    with trio.move_on_after(FIRST_ANSWER):
         await intake.began.wait()
     await engine.run()
 

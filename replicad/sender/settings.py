@@ -1,10 +1,10 @@
-"""The settings of a sender: defaults, ranges, reasons. Those of the daemon and Postgres are in replicad.config."""
+"""The settings of a sender: defaults, ranges, reasons. replicad.config has the settings of the daemon and Postgres."""
 
 from __future__ import annotations
 
 import re
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from replicad.config.declaring import amount, check_ranges, choice, count, duration, path, setting, text_of
@@ -12,8 +12,51 @@ from replicad.config.secrets import trust
 from replicad.errors import UsageError
 from replicad.retry import Backoff
 from replicad.sender.items import MAX_EDUS, MAX_PDUS
-from replicad.sender.reach import Places
-from replicad.sender.terms import GIVEN_UP, JITTER, Terms
+from replicad.sender.reach import AllowedHosts
+
+JITTER = 0.2  # the largest part of a pause that is randomly left off
+GIVEN_UP = 28  # failures in a row with the longest pause (a week of them, if it is six hours)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The bounds of a destination: counts, bytes and seconds."""
+
+    pdus: int = MAX_PDUS  # in a transaction
+    edus: int = MAX_EDUS  # in a transaction
+    transaction_bytes: int = 4 << 20  # bodies in a transaction; a larger body is sent alone
+    queue_pdus: int = 500  # held in memory; ten transactions, so that a busy destination seldom reads from the store
+    queue_edus: int = 200  # held in memory; two transactions
+    catch_up_after: float = 3600.0  # back-off in seconds above which catch-up takes over; Synapse's figure
+    supersede: bool = True  # False: catch-up delivers every fact, not only the latest of a room
+    backoff: Backoff = field(default_factory=lambda: Backoff(5.0, 6 * 3600.0, jitter=JITTER))
+    idle: float = 7 * 86400.0  # the longest pause of a destination that is given up and for which nothing new comes
+
+    @property
+    def longest(self) -> float:
+        """The longest pause of a destination that something new is sent to."""
+        return self.backoff.cap
+
+    def catches_up(self, failures: int) -> bool:
+        """Whether the pause after so many failures in a row is one for catch-up."""
+        return failures > 0 and self.backoff.whole(failures - 1) > self.catch_up_after
+
+    def away(self, failures: int) -> bool:
+        """Whether a destination with so many failures in a row is away for long: it is not expected to answer."""
+        at_most = failures > 0 and self.backoff.whole(failures - 1) >= self.backoff.cap
+        return at_most or self.catches_up(failures)
+
+    def pause(self, failures: int, chance: float, *, at_least: float, idle: bool) -> float:
+        """How long to wait after so many failures in a row; `chance` is as for `Backoff.delay`.
+
+        `at_least` is what the destination asks for. `idle`: nothing new has come for it since the last try.
+        """
+        before = failures - 1 - GIVEN_UP
+        if idle and before >= 0 and self.backoff.whole(before) >= self.backoff.cap:
+            most = max(self.idle, self.longest)
+            return replace(self.backoff, first=most, cap=most).delay(0, chance)
+        return min(self.longest, max(self.backoff.delay(failures - 1, chance), at_least))
+
 
 MATRIX = "matrix"
 WEBHOOK = "webhook"
@@ -33,7 +76,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _places(text: str) -> tuple[str, ...]:
     names = _names(text)
-    Places(names)
+    AllowedHosts(names)
     return names
 
 
@@ -92,9 +135,9 @@ class Routing:
             "--route": self.route,
             "--route-sql": self.route_sql or self.update_route_sql,
         }
-        said = [name for name, value in given.items() if value]
-        if len(said) > 1:
-            raise UsageError(f"{' and '.join(said)} are given; give one of them")
+        given_ways = [name for name, value in given.items() if value]
+        if len(given_ways) > 1:
+            raise UsageError(f"{' and '.join(given_ways)} are given; give one of them")
 
 
 _SECRET = text_of(r"[!-~]{32,1024}", "give 32 to 1024 printable characters without blanks: openssl rand -hex 32")
@@ -102,13 +145,17 @@ _SECRET = text_of(r"[!-~]{32,1024}", "give 32 to 1024 printable characters witho
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """The secrets from which those of destinations are made. A destination could guess a short one."""
+    """The secrets from which the secrets of destinations are made. A destination could guess a short secret."""
 
     federation_secret: str | None = setting(
         None, "Secret from which the secret of each destination is made.", "SECRET", _SECRET, secret=True
     )
     federation_secret_previous: str | None = setting(
-        None, "The secret before it: `sender secret` prints what was made from it too.", "SECRET", _SECRET, secret=True
+        None,
+        "The previous secret: `sender secret` prints the secrets made from it too.",
+        "SECRET",
+        _SECRET,
+        secret=True,
     )
 
 
@@ -140,7 +187,7 @@ class Delivery:
     )
     allow_destinations: tuple[str, ...] = setting(
         (),
-        "Send only to hosts that one of these globs matches, or to such names where the host is fixed. Default: all.",
+        "Send only to hosts that match one of these globs, or to such names where the host is fixed. Default: all.",
         "GLOBS",
         _names,
     )
@@ -152,8 +199,7 @@ class Delivery:
     )
     allow_http: tuple[str, ...] = setting(
         (),
-        "Networks, addresses and names (globs) of hosts that get what is made with a secret over http too. "
-        "Default: none.",
+        "Networks, addresses and names (globs) of hosts that get secrets and signatures over http too. Default: none.",
         "PLACES",
         _places,
     )
@@ -191,7 +237,7 @@ class Delivery:
             raise UsageError("--origin is for --form matrix only, and --form webhook is the default: say --form matrix")
         if (self.sign == "none") != (self.secrets.federation_secret is None):
             raise UsageError(
-                "--sign hmac and bearer need a secret, and a secret needs one of them: federation_secret in the "
+                "--sign hmac and bearer need a secret, and a secret needs one of both: federation_secret in the "
                 "file, or REPLICAD_FEDERATION_SECRET"
             )
 
@@ -205,7 +251,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SenderBounds:
     """The bounds of queues, transactions and back-off."""
 
     pdus: int = count(MAX_PDUS, "Facts in a transaction.", 1, MAX_PDUS)
@@ -214,7 +260,7 @@ class Bounds:
         4 << 20, "Facts and updates in a transaction, unless one alone is larger.", 1024, 1 << 30
     )
     queue: int = count(  # ten transactions: a busy destination seldom needs Postgres
-        500, "Facts of one destination in memory; what is beyond is read from Postgres.", 1, 1_000_000
+        500, "Facts of one destination in memory; further facts are read from Postgres.", 1, 1_000_000
     )
     update_queue: int = count(  # two transactions
         200, "Droppable updates of one destination in memory; beyond it the oldest are dropped.", 1, 1_000_000
@@ -226,7 +272,7 @@ class Bounds:
     retry_max: float = _time(  # four tries a day for a destination that may never come back
         6 * 3600.0, "The longest pause.", 0.01
     )
-    retry_idle: float = _time(  # it may have gone for good, and each try of it costs a time-out
+    retry_idle: float = _time(  # the destination may be absent for good, and each try costs a time-out
         7 * _DAY,
         f"The longest pause of a destination that has failed {GIVEN_UP} times with --retry-max, until something new "
         "comes for it.",
@@ -262,7 +308,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class SenderSettings:
-    """All settings of a sender, without those of the daemon and Postgres. `senders` empty: there is only this one.
+    """All settings of a sender, except settings of the daemon and Postgres. `senders` empty: this sender is alone.
 
     Raises:
         UsageError: something is missing, out of range, or contradicts something else.
@@ -278,7 +324,7 @@ class SenderSettings:
     sender_grace: float = _time(5.0, "On SIGTERM or SIGINT requests under way get this time to end.", 0.0, 600)
     routing: Routing = Routing()
     delivery: Delivery = Delivery()
-    bounds: Bounds = Bounds()
+    bounds: SenderBounds = SenderBounds()
 
     def __post_init__(self) -> None:
         check_ranges(self)

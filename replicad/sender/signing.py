@@ -1,7 +1,7 @@
 """Signs requests and verifies signatures, so that a destination can check who sent a request. Pure.
 
 Each destination has its own secret: HMAC-SHA256 of its name, with the sender's secret as the key, in hexadecimal. So
-what one destination knows is of no use for another, and does not tell the sender's secret.
+the secret of one destination is of no use for another, and does not reveal the sender's secret.
 
 The header is `hmac-sha256-v2=SIGNATURE;sent=MS`: the time in ms since 1970 at which this try was sent. The signature is
 HMAC-SHA256 with the destination's secret, in hexadecimal, of these lines, each ended by a line feed: `hmac-sha256-v2`,

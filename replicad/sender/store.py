@@ -1,8 +1,8 @@
-"""The state of a sender in Postgres: what each destination has, what is still to be delivered, and what is being sent.
+"""The state of a sender in Postgres: the delivered, the outstanding and the current items of each destination.
 
 After a crash this state counts. All writes go through one connection, which also holds the lock of the sender's name.
-If the connection is lost, nothing more can be written, and the next holder of the lock reads what is there. No HTTP and
-no decisions here. The SQL is in sender/sql.
+If the connection is lost, nothing more can be written, and the next holder of the lock reads the stored state. No HTTP
+and no decisions here. The SQL is in sender/sql.
 """
 
 from __future__ import annotations
@@ -19,10 +19,20 @@ from replicad.errors import SenderRefused
 from replicad.postgres.bridge import Connection, Database, Row, load_sql
 from replicad.postgres.statements import call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector
-from replicad.sender.items import START, Aside, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.items import (
+    START,
+    Aside,
+    DestinationState,
+    Edu,
+    Order,
+    OutstandingPage,
+    Pdu,
+    Transaction,
+    WantedItems,
+)
 
 PATIENCE = 10.0  # seconds to wait for the connection of an earlier process: Postgres may notice late that it was killed
-LOOK = 0.25  # seconds between two tries meanwhile, and between those of a sender that stands by
+LOOK = 0.25  # seconds between two tries meanwhile, and between two tries of a sender that stands by
 _STANDINGS = 2000  # destinations read at once when a sender starts
 SWEEP = 5000  # facts that one statement looks at: others wait for it for some hundredths of a second
 SWEPT = 50_000  # facts that one `sweep` finds still wanted
@@ -117,9 +127,9 @@ class Recorded:
         return str(Vector(self.token, epoch=self.epoch))
 
 
-class Store:
+class SenderStore:
     """The tables of one sender, as far as they concern its source: the stream of its facts, or without one the first of
-    its streams of updates. Made by `open_store`; its methods raise DatabaseError and what is below it.
+    its streams of updates. Made by `open_store`; its methods raise DatabaseError and its subclasses.
     """
 
     def __init__(self, db: Database, keeper: Connection, schema: str, source: str, sender: str) -> None:
@@ -137,7 +147,7 @@ class Store:
         rows = await self._db.fetch(statement("federation_recorded", self._schema), self._source, self._sender)
         return {row["stream"]: Recorded(row["token"], row["epoch"], row["everywhere"]) for row in rows}
 
-    async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, Standing]]:
+    async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, DestinationState]]:
         """Every destination that was ever written to and is `mine`, by name."""
         after: str | None = None
         while True:
@@ -159,11 +169,11 @@ class Store:
             )
 
     async def begin(self, stream: str, token: int) -> None:
-        """Store where all senders begin with a stream of which nothing was recorded yet."""
+        """Store the first position of all senders in a stream without recorded rows."""
         await self._write("federation_source_begin", stream, token)
 
     async def follow(self, stream: str, epoch: str) -> None:
-        """What was recorded of a stream is, all of it, of this generation too: of the source by all its senders.
+        """All recorded rows of a stream belong to this generation too; for the source, the rows of all its senders.
 
         Raises:
             Restart: something of it was void, and was forgotten.
@@ -216,10 +226,10 @@ class Store:
 
     async def collapse(self, names: Sequence[str]) -> int:
         """Keep only the latest fact of each room for these destinations; returns how many were removed."""
-        gone = 0
+        collapsed = 0
         for start in range(0, len(names), _COLLAPSE):
-            gone += await self._write("federation_source_collapse", list(names[start : start + _COLLAPSE]))
-        return gone
+            collapsed += await self._write("federation_source_collapse", list(names[start : start + _COLLAPSE]))
+        return collapsed
 
     async def sweep(self, stream: str) -> int:
         """Remove facts that are outstanding for no destination; returns how many. The facts that stay cost time at
@@ -254,7 +264,7 @@ class Store:
         return [row["destination"] for row in rows]
 
     async def replay(self, names: Sequence[str]) -> None:
-        """Make what is parked for these destinations, and wanted, outstanding again."""
+        """Make the parked items of these destinations whose replay is wanted outstanding again."""
         await self._write("federation_source_replay", list(names))
 
     async def rewind(self, stream: str, token: int, names: Sequence[str]) -> int:
@@ -281,14 +291,14 @@ class Store:
             forgotten: int = await call_value(self._keeper, self._schema, function, self._source, self._sender, *args)
         return forgotten
 
-    async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
-        """What is still to be delivered: a transaction to repeat, or the oldest facts and updates, a bounded number."""
+    async def page(self, name: str, wanted: WantedItems, *, pdus: int, pdu_bytes: int, edus: int) -> OutstandingPage:
+        """The outstanding items: a transaction to repeat, or the oldest facts and updates, a bounded number."""
         if wanted.collapse:
             await self.collapse([name])
         if wanted.transaction:
             row = await call_row(self._db, self._schema, "federation_source_transaction", self._source, name)
             if row is not None:
-                return Page(transaction=_transaction(row))
+                return OutstandingPage(transaction=_transaction(row))
         facts: list[Row] = []
         updates: list[Row] = []
         if wanted.pdus:
@@ -297,7 +307,7 @@ class Store:
             )
         if wanted.edus:
             updates = await call_rows(self._db, self._schema, "federation_source_edus", self._source, name, edus)
-        return Page(
+        return OutstandingPage(
             pdus=tuple(Pdu(Order(row["token"], row["part"]), row["room"], row["body"]) for row in facts),
             edus=tuple(Edu(row["body"], number=row["id"]) for row in updates[:edus]),
             more_pdus=bool(facts) and facts[-1]["more"],
@@ -320,7 +330,7 @@ async def open_store(
     streams: Sequence[str],
     *,
     standing_by: Callable[[str], None] = lambda _reason: None,
-) -> AsyncIterator[Store]:
+) -> AsyncIterator[SenderStore]:
     """The store of `sender`, one of `senders`, for the length of the block. `streams[0]` is its source. No other
     process can use that name for that source meanwhile.
 
@@ -331,7 +341,7 @@ async def open_store(
     """
     async with db.connection() as keeper:
         await keeper.execute(load_sql("federation_keepalive"))
-        said, refused_since = False, None
+        reported, refused_since = False, None
         while True:
             row = await call_row(
                 keeper, schema, "federation_source_enlist", streams[0], sender, sorted(senders), list(streams)
@@ -340,15 +350,15 @@ async def open_store(
                 break
             if row["until"] == "gone":
                 refused_since = None
-                if not said:
+                if not reported:
                     standing_by(row["refusal"])
-                    said = True
+                    reported = True
             else:
                 refused_since = refused_since or trio.current_time()
                 if trio.current_time() - refused_since > PATIENCE:
                     raise SenderRefused(f"{row['refusal']}; stop it first, or give all the same --senders")
             await trio.sleep(LOOK)
-        yield Store(db, keeper, schema, streams[0], sender)
+        yield SenderStore(db, keeper, schema, streams[0], sender)
 
 
 def _aside_columns(aside: Sequence[Aside]) -> list[dict[str, Any]]:
@@ -357,8 +367,8 @@ def _aside_columns(aside: Sequence[Aside]) -> list[dict[str, Any]]:
     ]
 
 
-def _standing(row: Row) -> Standing:
-    return Standing(
+def _standing(row: Row) -> DestinationState:
+    return DestinationState(
         success=Order(row["token"], row["part"]),
         serial=row["serial"],
         failures=row["failures"],

@@ -7,27 +7,229 @@ can be used again. Redirects are not followed, and cookies are not kept.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Protocol
-from urllib.parse import urlsplit
+from functools import lru_cache
+from importlib.metadata import version
+from ipaddress import ip_address
+from math import inf
+from secrets import token_hex
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
 from zlib import crc32
 
 import httpcore
 import httpx
 import trio
 
-from replicad.sender.connecting import FAILURES, AddressRefused, CheckedBackend
+from replicad.sender import signing
 from replicad.sender.items import Transaction
-from replicad.sender.reach import Address, Places, glob, is_public
-from replicad.sender.requests import Requests, Target
-from replicad.sender.settings import Delivery
+from replicad.sender.reach import Address, AllowedHosts, glob, is_public
+from replicad.sender.settings import MATRIX, Delivery
+
+FAILURES = (
+    httpcore.TimeoutException,
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+    OSError,
+)
+"""The errors of a request that could not be made or was not answered."""
+
+
+class AddressRefused(Exception):
+    """A host has no address to which the sender may connect."""
+
+    def __init__(self, host: str, addresses: Iterable[str]) -> None:
+        super().__init__(f"{host} is at {', '.join(addresses)}, which is no public address")
+
+
+class CheckedBackend(httpcore.AsyncNetworkBackend):
+    """Connections of httpcore whose addresses `permits` has allowed. It is called with the host and an address."""
+
+    def __init__(self, permits: Callable[[str, Address], bool]) -> None:
+        self._permits = permits
+        self._tcp = httpcore.TrioBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Connect to the first address of `host` that is permitted and answers. Each gets its share of the time.
+
+        Raises:
+            AddressRefused: no address is permitted.
+            httpcore.ConnectError, httpcore.ConnectTimeout: as of httpcore.
+        """
+        deadline = trio.current_time() + (inf if timeout is None else timeout)
+        found = await _resolve(host, port, deadline)
+        permitted = [text for text in found if self._permits(host, ip_address(text))]
+        if not permitted:
+            raise AddressRefused(host, found)
+        for left in range(len(permitted), 0, -1):
+            share = max(0.0, deadline - trio.current_time()) / left
+            try:
+                return await self._tcp.connect_tcp(
+                    permitted[-left], port, None if share == inf else share, local_address, socket_options
+                )
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                if left == 1:
+                    raise
+        raise AssertionError("the last address neither connected nor failed")
+
+    async def sleep(self, seconds: float) -> None:
+        """As of httpcore."""
+        await trio.sleep(seconds)
+
+
+async def _resolve(host: str, port: int, deadline: float) -> list[str]:
+    """The addresses of a host, in the order in which the system would try them."""
+    try:
+        with trio.fail_at(deadline):
+            found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except trio.TooSlowError as error:
+        raise httpcore.ConnectTimeout(f"{host} was not resolved in time") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label is empty or too long
+        raise httpcore.ConnectError(f"{host} cannot be resolved: {error}") from error
+    return list(dict.fromkeys(_text(address) for *_, address in found))
+
+
+def _text(address: tuple[object, ...]) -> str:
+    """The address with its interface; a link-local address is not complete without it."""
+    text = str(address[0])
+    scope = address[3] if len(address) > 3 else 0
+    return f"{text}%{scope}" if scope and "%" not in text else text
+
+
+TARGETS = 10_000  # destinations whose parsed URL is kept
+
+_HEX = re.compile(r"[0-9a-f]{1,64}")
+_ALWAYS = (
+    (b"accept", b"*/*"),
+    (b"accept-encoding", b"identity"),
+    (b"connection", b"keep-alive"),
+    (b"user-agent", f"replicad/{version('replicad')}".encode()),
+    (b"content-type", b"application/json"),
+)
+
+
+class TargetUrl(NamedTuple):
+    """Where the requests for a destination go. `host`: ASCII, without brackets, in lower case."""
+
+    scheme: bytes
+    host: bytes
+    port: int | None
+    path: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+
+    @property
+    def name(self) -> str:
+        """The host as patterns name it: without the dot at its end."""
+        return self.host.decode("ascii").lower().rstrip(".")
+
+
+class RequestBuilder:
+    """Makes requests in the form of the settings. `now_ms`: the wall clock, for signatures."""
+
+    def __init__(self, settings: Delivery, now_ms: Callable[[], int]) -> None:
+        self._settings = settings
+        self._now_ms = now_ms
+        self._method = "PUT" if settings.form == MATRIX else "POST"
+        self.names_host = settings.url.startswith("{destination}") or "://{destination}" in settings.url
+        self._place = token_hex(16)  # stands for the id of a transaction in a URL that is kept
+        self._kept = lru_cache(TARGETS)(self._parse)
+        self._timeouts = {
+            "connect": settings.destination_timeout,
+            "read": settings.request_timeout,
+            "write": settings.request_timeout,
+            "pool": settings.request_timeout,
+        }
+
+    def url(self, destination: str, transaction: str) -> str:
+        """The URL for a transaction of a destination. A name in the path is quoted."""
+        name = destination if self.names_host else quote(destination, safe="")
+        return self._settings.url.replace("{transaction}", transaction).replace("{destination}", name)
+
+    def target(self, destination: str, transaction: str) -> TargetUrl:
+        """The parsed URL. Raises httpx.InvalidURL, UnicodeError."""
+        kept = self._kept(destination, self._place)
+        place = self._place.encode()
+        if place in kept.host or not _HEX.fullmatch(transaction):
+            return self._parse(destination, transaction)
+        return kept._replace(path=kept.path.replace(place, transaction.encode()))
+
+    def make(self, destination: str, transaction: Transaction, target: TargetUrl) -> httpcore.Request:
+        """The request; `target` is that of the destination and the transaction."""
+        settings = self._settings
+        body = self._body(transaction)
+        name = transaction.id.encode()
+        headers = [
+            *target.headers,
+            *_ALWAYS,
+            (b"content-length", str(len(body)).encode()),
+            (signing.TRANSACTION_HEADER.encode(), name),
+            (signing.TIME_HEADER.encode(), str(transaction.ts).encode()),
+        ]
+        if settings.form != MATRIX:
+            headers.append((b"idempotency-key", name))
+        if settings.secrets.federation_secret is not None:
+            headers.append(self._proof(settings.secrets.federation_secret, destination, transaction, target, body))
+        return httpcore.Request(
+            self._method,
+            httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path),
+            headers=headers,
+            content=body,
+            extensions={"timeout": self._timeouts},
+        )
+
+    def _proof(
+        self, master: str, destination: str, transaction: Transaction, target: TargetUrl, body: bytes
+    ) -> tuple[bytes, bytes]:
+        secret = signing.derive(master, destination)
+        if self._settings.sign == "bearer":
+            return (b"authorization", f"Bearer {secret}".encode())
+        made = signing.sign(
+            secret,
+            destination=destination,
+            method=self._method,
+            target=target.path.decode("ascii"),
+            transaction=transaction.id,
+            ts=transaction.ts,
+            sent=self._now_ms(),
+            body=body,
+        )
+        return (signing.SIGNATURE_HEADER.encode(), made.encode())
+
+    def _parse(self, destination: str, transaction: str) -> TargetUrl:
+        url = httpx.URL(self.url(destination, transaction))
+        headers: tuple[tuple[bytes, bytes], ...] = ((b"host", url.netloc),)
+        if url.userinfo and self._settings.sign != "bearer":
+            user = f"{url.username}:{url.password}".encode()
+            headers = (*headers, (b"authorization", b"Basic " + b64encode(user)))
+        return TargetUrl(url.raw_scheme, url.raw_host, url.port, url.raw_path, headers)
+
+    def _body(self, transaction: Transaction) -> bytes:
+        pdus, edus = ",".join(transaction.pdus), ",".join(transaction.edus)
+        if self._settings.form == MATRIX:
+            origin = json.dumps(self._settings.origin)
+            text = f'{{"origin":{origin},"origin_server_ts":{transaction.ts},"pdus":[{pdus}],"edus":[{edus}]}}'
+        else:
+            text = f'{{"transaction":"{transaction.id}","ts":{transaction.ts},"facts":[{pdus}],"updates":[{edus}]}}'
+        return text.encode()
+
 
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
 MAX_NAME = 1000  # bytes of a destination's name; it is part of the keys of tables
@@ -55,18 +257,8 @@ class SendResult:
     forbidden: bool = False
 
 
-class Transport(Protocol):
-    """Delivers transactions; any number at the same time."""
-
-    def objection(self, destination: str) -> str | None:
-        """Why nothing is ever kept for a destination of that name, or None."""
-
-    async def send(self, destination: str, transaction: Transaction) -> SendResult:
-        """Deliver a transaction. A failure is an outcome, not an exception."""
-
-
 class HttpTransport:
-    """See the module. Made by `open_transport`."""
+    """Delivers transactions, any number at the same time. Made by `open_transport`."""
 
     def __init__(
         self,
@@ -77,12 +269,15 @@ class HttpTransport:
     ) -> None:
         self._pools = pools
         self._settings = settings
-        self._requests = Requests(settings, now_ms)
+        self._requests = RequestBuilder(settings, now_ms)
         self._allowed = [glob(pattern) for pattern in settings.allow_destinations]
-        self._http = Places(settings.allow_http)
+        self._http = AllowedHosts(settings.allow_http)
 
     def objection(self, destination: str) -> str | None:
-        """See Transport. A name must be valid at its place in the URL, not our own, and allowed."""
+        """The reason why no item is ever kept for a destination of that name, or None.
+
+        A name must be valid at its place in the URL, not our own, and allowed.
+        """
         if destination == self._settings.origin:
             return OWN
         if not self._is_name(destination):
@@ -99,7 +294,7 @@ class HttpTransport:
         return bool(destination)
 
     async def send(self, destination: str, transaction: Transaction) -> SendResult:
-        """See Transport. Takes no longer than the request's time-out."""
+        """Deliver a transaction within the request's time-out. A failure is an outcome, not an exception."""
         try:
             target = self._requests.target(destination, transaction.id)
         except (httpx.InvalidURL, UnicodeError) as error:
@@ -134,14 +329,14 @@ class HttpTransport:
             return None
         return "--allow-destinations does not name it"
 
-    def _unprotected(self, target: Target) -> str | None:
+    def _unprotected(self, target: TargetUrl) -> str | None:
         """Why nothing that is made with the secret may be sent there, or None."""
         if self._settings.secrets.federation_secret is None or target.scheme == b"https":
             return None
         if self._http.name(target.name):
             return None
         remedy = f"use https://, or name {target.name} in --allow-http"
-        return f"http:// does not protect what is made with the secret; {remedy}"
+        return f"http:// does not protect secrets and signatures; {remedy}"
 
     def _pool(self, destination: str) -> httpcore.AsyncConnectionPool:
         return self._pools[crc32(destination.encode()) % len(self._pools)]
@@ -156,7 +351,7 @@ async def open_transport(settings: Delivery) -> AsyncIterator[HttpTransport]:
     most = settings.concurrency + max(2, settings.probes)  # requests at a time; there are as many workers (`lanes`)
     idle = math.ceil(most / POOLS)
     trusted = settings.ssl_context()
-    private = Places(settings.allow_private)
+    private = AllowedHosts(settings.allow_private)
 
     def permits(host: str, address: Address) -> bool:
         return is_public(address) or private.name(host.lower().rstrip(".")) or private.hold(address)
@@ -222,5 +417,5 @@ async def _drain(response: httpcore.Response) -> None:
 
 
 def _reason(what: str, error: Exception) -> str:
-    said = f"{type(error).__name__}: {error}".rstrip(": ")
-    return f"{what} failed, {said}"[:_REASON]
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{what} failed, {text}"[:_REASON]

@@ -10,7 +10,7 @@ import trio
 from replicad.cli import app
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.sender.upstream import Upstream, client_upstream
+from replicad.sender.intake import Upstream, client_upstream
 from replicad.streams import acks, registry, trimming
 from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import install, psql

@@ -22,7 +22,7 @@ from replicad.presence.book import PresenceBook
 from replicad.presence.roster import Change
 from replicad.redis.book import PublisherBook
 from replicad.sender.items import START, Order, Pdu
-from replicad.sender.store import Entry, Recording, Store, open_store
+from replicad.sender.store import Entry, Recording, SenderStore, open_store
 from replicad.streams import acks, registry
 from replicad.tubes.commands import Part
 from replicad.tubes.holders import Holder
@@ -67,7 +67,7 @@ class Everything:
 
     db: Database
     stream: registry.Stream
-    store: Store
+    store: SenderStore
     term: int  # of the lease of tube a
 
 

@@ -17,9 +17,9 @@ from replicad.config.settings import ServerSettings
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.roles import Roles, script
+from replicad.sender.intake import client_upstream
 from replicad.sender.sender import Sender
-from replicad.sender.settings import Bounds, Delivery, SenderSettings
-from replicad.sender.upstream import client_upstream
+from replicad.sender.settings import Delivery, SenderBounds, SenderSettings
 from replicad.streams import registry, trimming
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon, open_daemon
@@ -178,7 +178,7 @@ async def sender(daemon: Daemon, ours: Database, writer: Database, url: str) -> 
         to = f"http://127.0.0.1:{receiver.port}/{{destination}}/{{transaction}}"
         made = SenderSettings(
             facts="facts", updates=(), delivery=Delivery(form="webhook", url=to, allow_private=("127.0.0.1",)),
-            bounds=Bounds(retry_first=0.05, retry_max=0.2, sweep_interval=0.2),
+            bounds=SenderBounds(retry_first=0.05, retry_max=0.2, sweep_interval=0.2),
         )  # fmt: skip
         address = daemon.addresses[0]
         upstream = client_upstream(address.host, address.port, name=made.sender_name)

@@ -17,11 +17,10 @@ from replicad.errors import DatabaseUnavailable, StreamRefused, StreamRestarted,
 from replicad.groups import sole_leaf
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
-from replicad.sender.intake import Intake
+from replicad.sender.intake import SenderIntake, client_upstream
 from replicad.sender.sender import Sender
-from replicad.sender.settings import Bounds, Delivery, Routing, SenderSettings
-from replicad.sender.store import Store
-from replicad.sender.upstream import client_upstream
+from replicad.sender.settings import Delivery, Routing, SenderBounds, SenderSettings
+from replicad.sender.store import SenderStore
 from replicad.streams import registry
 from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import PATIENCE
@@ -30,7 +29,7 @@ from tests.roles import as_daemon
 
 from ..federation_receiver import Receiver, Reply
 
-QUICK = Bounds(retry_first=0.05, retry_max=0.2, sweep_interval=0.2)
+QUICK = SenderBounds(retry_first=0.05, retry_max=0.2, sweep_interval=0.2)
 CUT = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE datname = current_database() AND application_name LIKE 'replicad sender%'"""
 WAITS_FOR_LOCK = """SELECT count(*) FROM pg_stat_activity
@@ -69,7 +68,7 @@ def start_sender(daemon: Daemon, receiver: Receiver, database_url: str) -> Start
     async def start(
         moves: dict[str, str] | None = None,
         routing: Routing | None = None,
-        bounds: Bounds = QUICK,
+        bounds: SenderBounds = QUICK,
         probes: int = 64,
         allow_private: tuple[str, ...] = ("127.0.0.1",),
         **changes: Any,
@@ -190,14 +189,14 @@ async def test_the_daemon_is_told_only_what_postgres_has(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acks: list[int] = []
-    from replicad.sender import upstream
+    from replicad.sender import intake
 
     def acknowledge(self: object, sender: str, stream: str, token: int) -> None:
         assert sender == "sender"
         if stream == "facts":
             acks.append(token)
 
-    monkeypatch.setattr(upstream._ClientUpstream, "acknowledge", acknowledge)
+    monkeypatch.setattr(intake.Upstream, "acknowledge", acknowledge)
     locked = "SELECT token FROM replicad.federation_sender WHERE stream = 'facts'"
     async with start_sender():
         async with facts.connection() as other, other.transaction():
@@ -317,16 +316,16 @@ async def test_what_is_stored_is_delivered_while_the_daemon_refuses_the_stream_a
 async def test_a_sender_whose_session_another_one_ends_while_it_starts_begins_again(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded, cuts = Store.recorded, []
+    recorded, cuts = SenderStore.recorded, []
 
-    async def cut(store: Store) -> Any:
+    async def cut(store: SenderStore) -> Any:
         if not cuts:
             cuts.append(await store._keeper.fetch_value("SELECT pg_backend_pid()"))
             await facts.execute("SELECT pg_terminate_backend($1, 5000)", cuts[0])
             await store.begin("facts", 0)
         return await recorded(store)
 
-    monkeypatch.setattr(Store, "recorded", cut)
+    monkeypatch.setattr(SenderStore, "recorded", cut)
     async with start_sender(start="earliest"):
         await write(facts, "facts", fact(1, "a"))
         await receiver.expect(lambda: numbers(receiver, "a") == [1])
@@ -396,7 +395,7 @@ async def test_remote_server_up_from_anybody_ends_a_back_off(
     facts: Database, receiver: Receiver, start_sender: StartSender, netcat: Any
 ) -> None:
     receiver.behave = lambda _: Reply(503)
-    slow = Bounds(retry_first=3600, retry_max=7200)
+    slow = SenderBounds(retry_first=3600, retry_max=7200)
     async with start_sender(bounds=slow) as sender, netcat() as person:
         await write(facts, "facts", fact(1, "a"))
         await receiver.expect(lambda: sender.statistics().engine.backing_off == 1)
@@ -409,7 +408,7 @@ async def test_a_clock_that_was_ahead_makes_no_pause_longer_than_the_longest_ove
     facts: Database, receiver: Receiver, start_sender: StartSender
 ) -> None:
     receiver.behave = lambda _: Reply(503)
-    slow = Bounds(retry_first=3600, retry_max=7200)
+    slow = SenderBounds(retry_first=3600, retry_max=7200)
     left = "SELECT extract(epoch FROM retry_at - now())::float8 FROM replicad.federation_destination"
     async with start_sender(bounds=slow) as sender:
         await write(facts, "facts", fact(1, "a"))
@@ -426,16 +425,16 @@ async def test_facts_for_a_forbidden_address_are_kept_and_shown_and_delivered_on
     facts: Database, receiver: Receiver, start_sender: StartSender, netcat: Any
 ) -> None:
     with capture_logs() as events:
-        async with start_sender(allow_private=(), bounds=Bounds()) as sender:
+        async with start_sender(allow_private=(), bounds=SenderBounds()) as sender:
             await write(facts, "facts", fact(1, "a"))
             await receiver.expect(lambda: sender.statistics().engine.backing_off == 1)
     (said,) = [event for event in events if event["event"] == "destination_forbidden"]
-    assert (said["destination"], said["retry_in"]) == ("a", Bounds().retry_max)
+    assert (said["destination"], said["retry_in"]) == ("a", SenderBounds().retry_max)
     assert said["reason"] == "127.0.0.1 is at 127.0.0.1, which is no public address; --allow-private can name it"
     shown = "SELECT last_error FROM replicad.federation_destination WHERE name = 'a'"
     assert await facts.fetch_value(shown) == said["reason"]
     assert receiver.connections == 0
-    async with start_sender(bounds=Bounds()) as sender, netcat() as person:
+    async with start_sender(bounds=SenderBounds()) as sender, netcat() as person:
         await receiver.expect(lambda: sender.statistics().engine.backing_off == 1)
         await person.send("REMOTE_SERVER_UP a")
         await receiver.expect(lambda: numbers(receiver, "a") == [1])
@@ -449,7 +448,7 @@ async def test_catch_up_sends_the_ends_of_rooms_as_the_applications_query_says(
         ('p', true, '{"n": 200}')""")
     sql = "SELECT room, pdu FROM extremity WHERE room = ANY ($2) AND NOT partial AND $1 <> 'enemy'"
     receiver.behave = lambda _: Reply(503)
-    bounds = Bounds(retry_first=0.05, retry_max=0.4, catch_up_after=0.1)
+    bounds = SenderBounds(retry_first=0.05, retry_max=0.4, catch_up_after=0.1)
     async with start_sender(routing=Routing(latest_sql=sql), bounds=bounds) as sender:
         await write(facts, "facts", fact(1, "a", room="r"))
         await receiver.expect(lambda: sender.statistics().engine.catching_up == 1)
@@ -531,20 +530,20 @@ async def test_what_is_void_when_a_sender_starts_is_not_sent_any_more_and_withou
         return await generations() > last
 
     await expect_soon(noticed)
-    run = Intake.run
+    run = SenderIntake.run
 
-    async def run_late(intake: Intake, *args: Any) -> None:
+    async def run_late(intake: SenderIntake, *args: Any) -> None:
         with trio.move_on_after(0.5):  # in this time void facts would be sent
             while len(receiver.requests) == before:
                 await trio.sleep(0.01)
         await run(intake, *args)
 
-    monkeypatch.setattr(Intake, "run", run_late)
+    monkeypatch.setattr(SenderIntake, "run", run_late)
     async with start_sender():
         await receiver.expect(lambda: all(101 in numbers(receiver, name) for name in ("a", "b", "c")))
     assert [found["n"] for request in receiver.requests[before:] for found in request.facts] == [101] * 3
     receiver.behave = lambda _: Reply(503)
-    monkeypatch.setattr("replicad.sender.sender.FIRST_WORD", 0.1)
+    monkeypatch.setattr("replicad.sender.sender.FIRST_ANSWER", 0.1)
     async with start_sender() as sender:
         await write(facts, "facts", fact(102, "a"))
         await receiver.expect(lambda: receiver.requests[-1].facts == [{"n": 102}])

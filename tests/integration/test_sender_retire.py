@@ -10,7 +10,7 @@ import trio
 
 from replicad.errors import ReplicadError, SenderRefused, UnknownStream, UsageError
 from replicad.postgres.bridge import Database
-from replicad.sender.retire_cli import retire
+from replicad.sender.cli import retire_senders
 
 from ..federation_receiver import Receiver, Reply
 from .test_sender import (  # noqa: F401 - its fixtures
@@ -43,7 +43,7 @@ async def test_a_sender_is_retired_with_all_that_it_has_and_no_other_is(
     async def refused(error: type[ReplicadError], said: str, source: str, *names: str, yes: bool = True) -> None:
         before = await rows_of(facts, source)
         with pytest.raises(error, match=re.escape(said)):
-            await retire(facts, "replicad", source, names, yes=yes)
+            await retire_senders(facts, "replicad", source, names, yes=yes)
         assert await rows_of(facts, source) == before
 
     receiver.behave = lambda _: Reply(503)

@@ -14,15 +14,25 @@ import trio
 from replicad.errors import DatabaseError, SenderRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, quote_ident
-from replicad.sender.items import START, Aside, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
-from replicad.sender.store import Entry, Recorded, Recording, Restart, Store, open_store
+from replicad.sender.items import (
+    START,
+    Aside,
+    DestinationState,
+    Edu,
+    Order,
+    Pdu,
+    Transaction,
+    WantedItems,
+    make_transaction,
+)
+from replicad.sender.store import Entry, Recorded, Recording, Restart, SenderStore, open_store
 from replicad.streams import registry
 
 from ..federation_fakes import MemoryStore
 
-ALL = Wanted(pdus=True, edus=True, transaction=True, collapse=False)
+ALL = WantedItems(pdus=True, edus=True, transaction=True, collapse=False)
 SCHEMA = 'odd "schema'
-AnyStore = Store | MemoryStore
+AnyStore = SenderStore | MemoryStore
 NEXT_GENERATION = """INSERT INTO replicad.stream_generation SELECT stream, number + 1, 'bbbb', $2::bigint, '{}', '{}',
     'noted', clock_timestamp(), incarnation, relation, sequence, file
     FROM replicad.stream_generation WHERE stream = $1"""
@@ -30,7 +40,7 @@ GENERATIONS = "SELECT id FROM replicad.stream_generation WHERE stream = $1"
 
 
 @pytest.fixture
-async def real(database: Database) -> AsyncIterator[Store]:
+async def real(database: Database) -> AsyncIterator[SenderStore]:
     await schema.install(database, "federation", SCHEMA)
     async with open_store(database, SCHEMA, "s1", ["s1"], ["facts", "to_device"]) as store:
         await store.begin("facts", 0)
@@ -39,7 +49,7 @@ async def real(database: Database) -> AsyncIterator[Store]:
 
 
 @pytest.fixture(params=["postgres", "memory"])
-async def store(request: pytest.FixtureRequest, real: Store) -> AnyStore:
+async def store(request: pytest.FixtureRequest, real: SenderStore) -> AnyStore:
     return real if request.param == "postgres" else MemoryStore()
 
 
@@ -60,7 +70,7 @@ async def orders(store: AnyStore, name: str) -> list[Order]:
     return [pdu.order for pdu in page.pdus]
 
 
-async def standings(store: AnyStore) -> dict[str, Standing]:
+async def standings(store: AnyStore) -> dict[str, DestinationState]:
     return {name: standing async for name, standing in store.standings(lambda _: True)}
 
 
@@ -141,7 +151,9 @@ async def test_what_is_recorded_again_neither_changes_a_transaction_under_way_no
     assert await orders(store, "a") == [(6, 0)]
 
 
-async def test_a_transaction_under_way_keeps_its_bodies_where_a_fact_is_recorded_with_another(real: Store) -> None:
+async def test_a_transaction_under_way_keeps_its_bodies_where_a_fact_is_recorded_with_another(
+    real: SenderStore,
+) -> None:
     """The application's routing may have changed together with the list of senders."""
     await record(real, 2, (fact(1, body='"old"'), ["a"]), (fact(2, body='"old"'), ["a"]))
     made = make_transaction("a", serial=1, ts=1, upto=Order(1, 0), pdus=['"old"'])
@@ -245,7 +257,7 @@ def random_steps(chance: Random) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_both_stores_agree_on_whatever_is_done_to_them(real: Store, seed: int) -> None:
+async def test_both_stores_agree_on_whatever_is_done_to_them(real: SenderStore, seed: int) -> None:
     chance, fake, name = Random(seed), MemoryStore(), "a"
     stores: tuple[AnyStore, AnyStore] = (real, fake)
     serial = 0
@@ -288,7 +300,7 @@ async def test_both_stores_agree_on_whatever_is_done_to_them(real: Store, seed: 
 
 async def contents(store: AnyStore, name: str) -> object:
     """All that can be seen of a destination, but the numbers of updates, which the stores choose."""
-    found = (await standings(store)).get(name, Standing())
+    found = (await standings(store)).get(name, DestinationState())
     page = await store.page(name, ALL, pdus=1000, pdu_bytes=1 << 30, edus=1000)
     made: Transaction | None = page.transaction and replace(page.transaction, edu_numbers=())
     rest = await store.page(name, replace(ALL, transaction=False), pdus=3, pdu_bytes=40, edus=2)
@@ -306,7 +318,7 @@ async def contents(store: AnyStore, name: str) -> object:
 
 
 async def test_facts_that_nobody_waits_for_are_swept_as_far_as_all_senders_have_recorded(
-    real: Store, database: Database
+    real: SenderStore, database: Database
 ) -> None:
     await record(real, 3, (fact(1), ["a"]), (fact(2), ["a", "b"]), (fact(3), ["b"]))
     await real.write([Entry("a", Order(2, 0), 1)])
@@ -320,7 +332,7 @@ async def test_facts_that_nobody_waits_for_are_swept_as_far_as_all_senders_have_
 
 
 async def test_a_sweep_looks_at_a_bounded_number_of_facts_that_stay_and_the_next_one_goes_on_behind_them(
-    real: Store, monkeypatch: pytest.MonkeyPatch
+    real: SenderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicad.sender.store.SWEEP", 5)
     monkeypatch.setattr("replicad.sender.store.SWEPT", 20)
@@ -332,7 +344,7 @@ async def test_a_sweep_looks_at_a_bounded_number_of_facts_that_stay_and_the_next
     assert sum([await real.sweep("facts") for _ in range(3)]) == 40
 
 
-async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store) -> None:
+async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: SenderStore) -> None:
     await record(real, 9, (fact(4), ["a", "b"]), (fact(8, body='"old"'), ["a", "b"]), (fact(9), ["b"]))
     made = make_transaction("b", serial=1, ts=1, upto=Order(9, 0), pdus=["1"])
     await real.write([Entry("a", Order(8, 0), 1), Entry("b", Order(4, 0), 1, made)])
@@ -344,7 +356,7 @@ async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store
     with pytest.raises(Restart):  # the result of a request that was under way
         await real.write([Entry("b", Order(8, 0), 1)])
     assert (await standings(real))["b"].success == Order(4, 0)
-    real = Store(real._db, real._keeper, real._schema, real._source, real._sender)  # as the next session has it
+    real = SenderStore(real._db, real._keeper, real._schema, real._source, real._sender)  # as the next session has it
     await record(real, 8, (fact(8, body='"new"'), ["a", "b"]))
     assert await orders(real, "b") == [(8, 0)]
     page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
@@ -353,7 +365,7 @@ async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store
 
 @pytest.mark.parametrize("shared", ["facts", "updates"])
 async def test_a_transaction_under_way_that_is_not_all_void_is_repeated_as_it_was_after_a_rewind(
-    real: Store, shared: str
+    real: SenderStore, shared: str
 ) -> None:
     """Its outcome is unknown. In other transactions the destination might get these facts or updates a second time."""
     old = fact(8, body='"old"')
@@ -373,7 +385,7 @@ async def test_a_transaction_under_way_that_is_not_all_void_is_repeated_as_it_wa
     assert (len(made.pdus), len(made.edus)) == ((2, 0) if shared == "facts" else (1, 1))
     await real.write([Entry("a", Order(3, 0), 1, made)])
     await real.rewind("facts", 5, ["a"])
-    real = Store(real._db, real._keeper, real._schema, real._source, real._sender)  # as the next session has it
+    real = SenderStore(real._db, real._keeper, real._schema, real._source, real._sender)  # as the next session has it
     await record(real, 8, (fact(6, body='"new"'), ["a"]), (fact(8, body='"new"'), ["a"]))
     found = (await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)).transaction
     assert found is not None
@@ -387,7 +399,7 @@ async def test_a_transaction_under_way_that_is_not_all_void_is_repeated_as_it_wa
 
 @pytest.mark.parametrize("after", ["a fact", "a fact that is sent again"])
 async def test_a_trial_of_an_update_outlives_a_fork_and_what_was_refused_before_it_is_neither_lost_nor_parked(
-    real: Store, database: Database, after: str
+    real: SenderStore, database: Database, after: str
 ) -> None:
     """The destination may have taken the update. In another transaction it would get it a second time."""
     void = fact(8, body='"void"')
@@ -405,7 +417,7 @@ async def test_a_trial_of_an_update_outlives_a_fork_and_what_was_refused_before_
     trial = replace(made, aside=tuple(Aside(order, (), "status 400") for order in refused), refused=first)
     await real.write([Entry("a", Order(1, 0), 5, trial)])
     await real.fork("facts", 5)
-    real = Store(real._db, real._keeper, real._schema, real._source, real._sender)  # as the next session has it
+    real = SenderStore(real._db, real._keeper, real._schema, real._source, real._sender)  # as the next session has it
     found = (await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)).transaction
     assert found is not None, "the trial was dropped, and the update is sent a second time"
     assert (found.id, found.edus, found.edu_numbers) == (made.id, made.edus, made.edu_numbers)
@@ -434,7 +446,7 @@ async def test_after_a_fork_no_sender_of_the_source_gets_the_facts_of_another_un
             assert await one.fork("facts", 4) == 3
             with pytest.raises(DatabaseError):  # it would store what it has in memory
                 await record(other, 8, (fact(8, body='"void"'), ["b"]))
-        again = Store(one._db, one._keeper, one._schema, one._source, one._sender)  # as the next session has it
+        again = SenderStore(one._db, one._keeper, one._schema, one._source, one._sender)  # as the next session has it
         await record(again, 7, (fact(6, body='"new"'), ["a"]))
         await again.park([("no name", fact(6, body='"parked, new"'), "why")])
         assert [await orders(again, name) for name in "ab"] == [[(3, 0), (6, 0)], [(3, 0)]]
@@ -466,7 +478,7 @@ async def test_the_first_sender_that_follows_a_generation_speaks_for_all_of_its_
                 await one.follow("facts", "bbbb")
             with pytest.raises(DatabaseError):
                 await other.sweep("facts")
-        again = Store(one._db, one._keeper, one._schema, one._source, one._sender)
+        again = SenderStore(one._db, one._keeper, one._schema, one._source, one._sender)
         assert await orders(again, "a") == [(4, 0)]
         assert await orders(again, "b") == [(4, 0)]
         await again.follow("facts", "bbbb")
@@ -491,13 +503,13 @@ async def test_destinations_that_got_further_than_the_lowest_token_go_back_in_a_
         assert (await one.recorded())["facts"].token == 0
         with pytest.raises(Restart):
             await one.follow("facts", "bbbb")
-        again = Store(one._db, one._keeper, one._schema, one._source, one._sender)
+        again = SenderStore(one._db, one._keeper, one._schema, one._source, one._sender)
         await record(again, 3, (fact(3, body='"new"'), ["a"]))
         assert await orders(again, "a") == [(3, 0)]
 
 
 async def test_a_name_runs_once_and_is_free_again_when_its_connection_is_gone(
-    real: Store, database: Database, monkeypatch: pytest.MonkeyPatch
+    real: SenderStore, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicad.sender.store.PATIENCE", 0.2)
     said: list[str] = []
@@ -543,7 +555,7 @@ async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest_in_
 
 @pytest.mark.parametrize("statistics", ["none", "of now"])
 async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_others_have_outstanding(
-    real: Store, database: Database, statistics: str
+    real: SenderStore, database: Database, statistics: str
 ) -> None:
     prefix = f"{quote_ident(real._schema)}.federation_"
     rooms, edus = f"{prefix}destination_room", f"{prefix}edu"
@@ -576,7 +588,7 @@ async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_othe
         assert await keeper.fetch_value(scans, rooms) == before, "the whole table was read"
 
 
-async def test_many_destinations_are_met_page_by_page(real: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_destinations_are_met_page_by_page(real: SenderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicad.sender.store._STANDINGS", 7)
     names = [f"{number}.example" for number in range(50)]
     await record(real, 1, (fact(1), names))
@@ -584,7 +596,7 @@ async def test_many_destinations_are_met_page_by_page(real: Store, monkeypatch: 
     assert mine == {name for name in names if name.startswith("4")}
 
 
-async def test_a_body_that_is_no_json_is_refused_whole(real: Store) -> None:
+async def test_a_body_that_is_no_json_is_refused_whole(real: SenderStore) -> None:
     with pytest.raises(DatabaseError):
         await record(real, 2, (fact(1), ["a"]), (fact(2, body="{broken"), ["a"]))
     assert await orders(real, "a") == []

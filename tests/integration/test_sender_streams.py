@@ -6,7 +6,7 @@ import pytest
 
 from replicad.postgres.bridge import Database
 from replicad.sender.items import START, Edu, Order, Pdu, make_transaction
-from replicad.sender.store import Entry, Recording, Store, open_store
+from replicad.sender.store import Entry, Recording, SenderStore, open_store
 from replicad.streams import registry
 from tests.daemons import Daemon
 
@@ -124,7 +124,7 @@ async def test_a_stream_is_acknowledged_up_to_where_every_sender_of_that_name_ha
         assert await acknowledged() == 1, "the other sender has yet to read the second update"
 
 
-async def left(store: Store, name: str) -> list[Order]:
+async def left(store: SenderStore, name: str) -> list[Order]:
     page = await store.page(name, ALL, pdus=10, pdu_bytes=1000, edus=10)
     return [pdu.order for pdu in page.pdus]
 

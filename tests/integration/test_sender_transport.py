@@ -12,9 +12,8 @@ import trio
 
 from replicad.sender import signing
 from replicad.sender.items import Order, make_transaction
-from replicad.sender.requests import Requests
 from replicad.sender.settings import Delivery, Secrets
-from replicad.sender.transport import HttpTransport, SendResult, _seconds, open_transport
+from replicad.sender.transport import HttpTransport, RequestBuilder, SendResult, _seconds, open_transport
 from tests.conftest import PATIENCE
 
 from ..federation_receiver import Receiver, Reply
@@ -209,7 +208,7 @@ def test_what_can_be_no_destination_is_known_before_it_is_tried() -> None:
 def test_a_name_in_a_path_is_quoted() -> None:
     hook = checker(form="webhook", origin="", url="https://hub.example/{destination}/{transaction}")
     assert hook.objection("a/../b?c#d") is None
-    requests = Requests(Delivery(url="https://hub.example/{destination}/{transaction}"), lambda: 0)
+    requests = RequestBuilder(Delivery(url="https://hub.example/{destination}/{transaction}"), lambda: 0)
     for made in ("T", "0123456789abcdef" * 2, "two words"):  # an id of before may be any text
         assert requests.target("a/../b?c#d", made).path.decode() == f"/a%2F..%2Fb%3Fc%23d/{quote(made)}"
 

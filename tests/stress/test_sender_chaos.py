@@ -26,9 +26,9 @@ import pytest
 import trio
 
 from replicad.postgres.bridge import Database
+from replicad.sender.intake import client_upstream
 from replicad.sender.sender import Sender
-from replicad.sender.settings import WEBHOOK, Bounds, Delivery, SenderSettings
-from replicad.sender.upstream import client_upstream
+from replicad.sender.settings import WEBHOOK, Delivery, SenderBounds, SenderSettings
 from replicad.streams import registry
 from tests.daemons import Daemon
 
@@ -170,7 +170,7 @@ class World:
             senders=tuple(senders),
             start="earliest",
             delivery=Delivery(form=WEBHOOK, allow_private=("127.0.0.1",), request_timeout=5, probes=8),
-            bounds=Bounds(
+            bounds=SenderBounds(
                 retry_first=0.02,
                 retry_max=0.1,
                 sweep_interval=0.2,

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replicad.errors import LocalProtocolError
 from replicad.retry import Backoff
 from replicad.sender.destination import Destination, Phase
-from replicad.sender.items import Edu, Memory, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.items import DestinationState, Edu, Memory, Order, OutstandingPage, Pdu, Transaction, WantedItems
+from replicad.sender.settings import Terms
 from replicad.sender.store import Entry
-from replicad.sender.terms import Terms
 from tests.lengths import examples
 
 from ..federation_fakes import Shelf
@@ -41,8 +41,8 @@ class DestinationModel(RuleBasedStateMachine):
         self.taken: dict[str, Transaction] = {}  # by the server at the other end, by id, in order
         self.ever_caught_up = False
         self.recorded: list[Pdu] = []  # the store has them, the destination was not told yet
-        self.wanted: Wanted | None = None
-        self.page: Page | None = None
+        self.wanted: WantedItems | None = None
+        self.page: OutstandingPage | None = None
 
     # --- what comes in ---
 
@@ -327,7 +327,7 @@ def test_only_droppable_updates_are_dropped_and_the_oldest_first() -> None:
     for number in range(4):
         destination.enqueue_edu(Edu(f'"{number}"'))
     wanted = destination.load()
-    destination.loaded(Page(edus=(Edu('"kept"', number=7),)), wanted)
+    destination.loaded(OutstandingPage(edus=(Edu('"kept"', number=7),)), wanted)
     assert deliver(destination).edus == ('"kept"', '"2"', '"3"')
     assert destination.dropped == 2
 
@@ -355,11 +355,11 @@ def test_one_body_counts_once_however_many_hold_it() -> None:
 
 
 def test_facts_that_stand_in_for_one_are_not_parted() -> None:
-    destination = Destination("a.example", Terms(pdus=3), Memory(10_000), 0.0, Standing(outstanding=True))
+    destination = Destination("a.example", Terms(pdus=3), Memory(10_000), 0.0, DestinationState(outstanding=True))
     wanted = destination.load()
     stand_ins = [Pdu(Order(2, 0), "r2", f'"end{n}"', substituted=True) for n in range(2)]
     own = [Pdu(Order(1, 0), "r1", '"1"'), *stand_ins, Pdu(Order(3, 0), "r3", '"3"')]
-    destination.loaded(Page(pdus=tuple(own)), wanted)
+    destination.loaded(OutstandingPage(pdus=tuple(own)), wanted)
     first = deliver(destination)
     assert (first.pdus, first.upto, first.substituted) == (('"1"', '"end0"', '"end1"'), Order(2, 0), True)
     assert (deliver(destination).pdus, destination.success) == (('"3"',), Order(3, 0))
@@ -375,11 +375,11 @@ def test_equal_content_twice_is_two_transactions() -> None:
 
 
 def test_waking_while_a_probe_is_under_way_makes_its_failure_count_as_the_first() -> None:
-    known = Standing(failures=9, retry_in=9, outstanding=True)
+    known = DestinationState(failures=9, retry_in=9, outstanding=True)
     destination = Destination("a.example", Terms(backoff=BACKOFF), Memory(10_000), 0.0, known)
     assert destination.due(0.0) == 9.0
     wanted = destination.load()
-    destination.loaded(Page(pdus=(Pdu(Order(1, 0), None, "1"),)), wanted)
+    destination.loaded(OutstandingPage(pdus=(Pdu(Order(1, 0), None, "1"),)), wanted)
     destination.begin(0)
     destination.wake(5.0)
     destination.failed(6.0, 1.0)
@@ -388,10 +388,10 @@ def test_waking_while_a_probe_is_under_way_makes_its_failure_count_as_the_first(
 
 def test_what_is_in_a_transaction_that_is_repeated_is_not_taken_in_again() -> None:
     """After a restart the stream may be read again from further back."""
-    standing = Standing(success=Order(1, 0), serial=1, outstanding=True)
+    standing = DestinationState(success=Order(1, 0), serial=1, outstanding=True)
     destination = Destination("a.example", Terms(), Memory(10_000), 0.0, standing)
     made = Transaction("id", 1, 1, Order(5, 0), ('"5"',), ())
-    destination.loaded(Page(transaction=made), destination.load())
+    destination.loaded(OutstandingPage(transaction=made), destination.load())
     assert not destination.enqueue(Pdu(Order(4, 0), None, '"4"'), 0.0)
     assert deliver(destination) == made
     assert not destination.enqueue(Pdu(Order(5, 0), None, '"5"'), 0.0)
@@ -400,5 +400,5 @@ def test_what_is_in_a_transaction_that_is_repeated_is_not_taken_in_again() -> No
 
 def test_a_clock_of_postgres_that_was_set_back_makes_no_pause_longer_than_the_longest() -> None:
     terms = Terms(backoff=Backoff(first=1.0, cap=20.0))
-    standing = Standing(failures=3, retry_in=86400.0 * 365, outstanding=True)
+    standing = DestinationState(failures=3, retry_in=86400.0 * 365, outstanding=True)
     assert Destination("a.example", terms, Memory(10_000), 100.0, standing).retry_at == 120.0

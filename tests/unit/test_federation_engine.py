@@ -15,8 +15,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from replicad.retry import Backoff
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu, Transaction
+from replicad.sender.settings import GIVEN_UP, Terms
 from replicad.sender.store import Recording
-from replicad.sender.terms import GIVEN_UP, Terms
 from replicad.sender.transport import SendResult
 
 from ..federation_fakes import Answer, MemoryStore, ScriptedTransport

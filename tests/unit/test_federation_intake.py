@@ -13,11 +13,10 @@ from replicad.client.events import Reset, RowBatch
 from replicad.errors import StreamRestarted
 from replicad.groups import leaves
 from replicad.sender.engine import Engine
-from replicad.sender.intake import Intake
+from replicad.sender.intake import SenderIntake, Upstream, UpstreamEvent
 from replicad.sender.items import Pdu
 from replicad.sender.routing import FixedRouter
-from replicad.sender.store import Recorded, Restart, Store
-from replicad.sender.upstream import Told, Upstream
+from replicad.sender.store import Recorded, Restart, SenderStore
 
 
 class State:
@@ -45,12 +44,12 @@ class State:
 class Events:
     """Events; a string is the generation of those that follow."""
 
-    def __init__(self, *events: Told | str) -> None:
+    def __init__(self, *events: UpstreamEvent | str) -> None:
         self.events = events
         self.now = "g0"
         self.acknowledged: list[int] = []
 
-    async def follow(self) -> AsyncIterator[Told]:
+    async def follow(self) -> AsyncIterator[UpstreamEvent]:
         for event in self.events:
             if isinstance(event, str):
                 self.now = event
@@ -88,9 +87,9 @@ class Queues(Destinations):
         self.written.append([pdu.order.token for pdu, _ in facts])
 
 
-def intake_of(state: State, known: Sequence[str] = ("a", "b"), *, new: bool = False) -> Intake:
-    return Intake(
-        store=cast("Store", state),
+def intake_of(state: State, known: Sequence[str] = ("a", "b"), *, new: bool = False) -> SenderIntake:
+    return SenderIntake(
+        store=cast("SenderStore", state),
         engine=cast("Engine", Queues(known, state.written) if new else Destinations(known)),
         router=FixedRouter(known),
         facts="facts",
@@ -101,7 +100,7 @@ def intake_of(state: State, known: Sequence[str] = ("a", "b"), *, new: bool = Fa
 
 
 async def run(
-    state: State, *events: Told | str, recorded: int = 70, known: Sequence[str] = ("a", "b"), new: bool = False
+    state: State, *events: UpstreamEvent | str, recorded: int = 70, known: Sequence[str] = ("a", "b"), new: bool = False
 ) -> list[type[Any]]:
     """Why the intake ended."""
     intake = intake_of(state, known, new=new)
@@ -165,7 +164,7 @@ async def test_what_two_senders_of_a_name_record_at_the_same_time_is_acknowledge
             return {"facts": Recorded(71, everywhere=71)}
 
     class Quiet(Events):
-        async def follow(self) -> AsyncIterator[Told]:
+        async def follow(self) -> AsyncIterator[UpstreamEvent]:
             async for event in super().follow():
                 yield event
             await trio.sleep_forever()

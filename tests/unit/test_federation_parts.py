@@ -17,12 +17,10 @@ from trio.testing import wait_all_tasks_blocked
 from replicad.cli.app import run
 from replicad.errors import RouteFailed
 from replicad.retry import Backoff
-from replicad.sender.agenda import Agenda
-from replicad.sender.catchup import stand_in
-from replicad.sender.items import START, Order, Page, Pdu, make_transaction
+from replicad.sender.engine import Agenda, StateWriter, stand_in
+from replicad.sender.items import START, Order, OutstandingPage, Pdu, make_transaction
 from replicad.sender.routing import Fact, FixedRouter, FunctionRouter, RowRouter, SourceRow, Update, body_text
-from replicad.sender.sharding import owner, ownership
-from replicad.sender.state_writer import StateWriter
+from replicad.sender.sender import owner, ownership
 from replicad.sender.store import Entry
 
 # --- when ---
@@ -278,7 +276,7 @@ async def test_of_a_rooms_many_latest_facts_the_last_that_fit_stand_in() -> None
             return {"r": [str(number) for number in range(100)], "elsewhere": ["1"]}
 
     pdus = (Pdu(Order(1, 0), "r", "a"), Pdu(Order(2, 0), None, "b"), Pdu(Order(3, 0), "s", "c"))
-    page = await stand_in(Page(pdus=pdus, more_pdus=True), "d", Application(), 50)
+    page = await stand_in(OutstandingPage(pdus=pdus, more_pdus=True), "d", Application(), 50)
     assert [pdu.body for pdu in page.pdus] == [*map(str, range(50, 100)), "b", "c"]
     assert {pdu.order for pdu in page.pdus if pdu.substituted} == {Order(1, 0)}
     assert page.more_pdus

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.sender.reach import Address, Places, glob, is_public
+from replicad.sender.reach import Address, AllowedHosts, glob, is_public
 
 SPECIAL = {
     4: "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.2.0/24 192.168.0.0/16 "
@@ -90,7 +90,7 @@ def test_a_network_holds_its_addresses_mapped_ones_too_and_no_others(
     start: IPv4Address, bits: int, other: Address
 ) -> None:
     network = IPv4Network((int(start), bits), strict=False)
-    places = Places([str(network)])
+    places = AllowedHosts([str(network)])
     assert places.hold(start)
     assert places.hold(FORMS["mapped"](start))
     inner = other.ipv4_mapped or other if isinstance(other, IPv6Address) else other
@@ -98,7 +98,7 @@ def test_a_network_holds_its_addresses_mapped_ones_too_and_no_others(
 
 
 def test_hosts_are_named_by_glob_by_address_and_by_network() -> None:
-    places = Places(["*.internal", "LOCALHOST", "10.0.0.0/8", "::1", "fe80::/10"])
+    places = AllowedHosts(["*.internal", "LOCALHOST", "10.0.0.0/8", "::1", "fe80::/10"])
     for host in ("a.internal", "A.b.INTERNAL", "localhost", "10.1.2.3", "::1", "::ffff:10.1.2.3", "fe80::1%2"):
         assert places.name(host), host
     for host in ("internal", "a.internal.example", "localhost.example", "11.0.0.1", "::2", "10.1.2.3.example", ""):
@@ -109,7 +109,7 @@ def test_hosts_are_named_by_glob_by_address_and_by_network() -> None:
 @pytest.mark.parametrize("entry", ["10.0.0.1/8", "10.0.0.0/33", "a/b", "", "[::1]", "a b", "http://a"])
 def test_what_is_neither_a_network_nor_a_host_is_refused(entry: str) -> None:
     with pytest.raises(ValueError, match="give networks"):
-        Places([entry])
+        AllowedHosts([entry])
 
 
 def test_only_the_star_and_the_question_mark_have_a_meaning_in_a_glob() -> None:

@@ -81,7 +81,7 @@ def test_every_setting_is_read_outside_of_its_declaration_and_its_check() -> Non
 def test_all_settings_are_found_wherever_they_are_declared() -> None:
     classes = declared()
     expected = {"ServerSettings", "DatabaseSettings", "ClientSettings", "LogSettings", "Limits"}
-    expected |= {"SenderSettings", "Routing", "Delivery", "Bounds", "PipelineConfig", "SourceOptions"}
+    expected |= {"SenderSettings", "Routing", "Delivery", "SenderBounds", "PipelineConfig", "SourceOptions"}
     assert classes.keys() >= expected
     assert "max_line" in classes["Limits"]
     assert "trigger" in classes["PipelineConfig"]

@@ -45,7 +45,9 @@ FOREVER = float("inf")  # a quiet stream may send no row for any time
 REFUSALS = 8  # in a row of a token that was accepted before, some 20 s: a daemon may have just started or lag
 FIRST_REFUSALS = 4  # of a caller's token that is ahead, about a second: the daemon may be some polls behind another
 LOOK_INTERVAL = 10.0  # seconds between two STREAMS, for followers of all streams
-GAPS = 3  # in a row before giving up: a server that leaves a gap each time would cause endless reconnections
+# In a row, of one stream in one generation, before giving up: a server that leaves a gap each time would cause endless
+# reconnections. Many streams may fork at once, as where a standby is promoted, and each of them ends a connection.
+GAPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Pursuit:
         self._stops = Stops()  # streams that stop while others go on
         self._begun = False  # there was a connection on which everything was accepted
         self._waited = 0.0
-        self._gaps = 0
+        self._gaps: dict[str, tuple[str | None, int]] = {}  # by stream: the generation, and how many in a row
         self._refusals = 0
         self._rewinds = 0  # in a row, to tokens that the server named
 
@@ -156,7 +158,7 @@ class Pursuit:
         yield from self._take((yield Receive(FOREVER)))
         self._backoff.reset()  # accepted: the next loss begins with the shortest pause
         self._waited = 0.0
-        self._gaps = 0
+        self._gaps.clear()
         while True:
             if (self._every and self._now() >= self._next_look) or self._stops.due(self._now()):
                 yield from self._subscribe_all()
@@ -263,12 +265,15 @@ class Pursuit:
         gap = self.follower.gap
         if gap is None:
             return
-        self._gaps += 1
+        epoch = self.follower.epoch(gap.stream)
+        before, times = self._gaps.get(gap.stream, (epoch, 0))
+        times = times + 1 if before == epoch else 1
+        self._gaps[gap.stream] = (epoch, times)
         missing = (
             f"rows of {gap.stream} {gap.instance} after {gap.have} are missing, the server goes on from {gap.told}"
         )
-        if self._gaps >= GAPS:
-            raise RemoteProtocolError(f"{missing}; so it was {self._gaps} times in a row")
+        if times >= GAPS:
+            raise RemoteProtocolError(f"{missing}; so it was {times} times in a row")
         raise ConnectionLost(missing)
 
     def _take_stops(self) -> Steps[None]:

@@ -309,6 +309,20 @@ def test_a_server_that_leaves_the_same_gap_every_time_is_found_out() -> None:
         drive.say(gap, *[answer] * GAPS)
 
 
+def test_many_streams_that_fork_one_after_another_are_no_server_that_leaves_gaps() -> None:
+    """As where a standby is promoted: each fork ends a connection before all of its subscriptions are accepted."""
+    streams = ("a", "b", "c", "d", "e")
+    later = "e5e5e5e5"
+    drive = following(*streams)
+    drive.say(*(accepted(stream, w1=5, w2=7) for stream in streams), "PING 1\n")
+    gaps: list[object] = []
+    for number, stream in enumerate(streams):
+        done = [accepted(one, w1=3, w2=3).replace(EPOCH, later) for one in streams[:number]]
+        fork = f"{accepted(stream, w1=5, w2=7)}POSITION {stream} w1 5 3\nWRITERS {stream} {later} w1=1 w2=2\n"
+        gaps += [event for event in drive.say(*done, fork) if isinstance(event, Gap)]
+    assert [gap.stream for gap in gaps if isinstance(gap, Gap)] == [*streams]
+
+
 # --- every stream ---
 
 

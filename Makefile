@@ -9,13 +9,14 @@
 #   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
 #   make test LOCK=requirements.lock         the packages of CI, exactly as they are pinned there
 #   make torture TORTURE_ARGS="--seed 7 --schedules 1"   one schedule of faults; TORTURE_ARGS=--help says more
+#   make torture REPLICAD_FORKS_POSTGRES=/usr/lib/postgresql/15/bin   the programs of another PostgreSQL
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= auto
 TIMES ?= 5
 BENCH_ARGS ?=
-TORTURE_ARGS ?= --schedules 200
+TORTURE_ARGS ?= --schedules 60
 SPECS ?=
 FUZZ_ARGS ?=
 VENV := .venv
@@ -77,8 +78,8 @@ stress: $(VENV)/.dev ## the long form of the concurrency checks
 fuzz: $(VENV)/.dev ## hostile lines, HTTP and a Redis that lies against a running daemon for a minute; FUZZ_ARGS="--seconds 600 --seed 7"
 	@$(RUN) -m tests.fuzz.live $(FUZZ_ARGS)
 
-torture: $(VENV)/.dev ## 200 schedules of random faults: killed and suspended daemons, promoted standbys, restored dumps
-	@$(RUN) -m tests.torture $(TORTURE_ARGS)
+torture: $(VENV)/.dev ## 60 schedules of random faults and everyday operations, for clients of every kind; half an hour
+	@REPLICAD_FORKS_POSTGRES="$(REPLICAD_FORKS_POSTGRES)" $(RUN) -m tests.torture $(TORTURE_ARGS)
 
 drills: $(VENV)/.dev ## cause each fault and wait for its alert; needs prometheus (apt install prometheus), some five minutes
 	@$(RUN) -m tests.drills

@@ -1,8 +1,10 @@
 """Random faults against whole installations, from seeds: `make torture`, or `python -m tests.torture --help`.
 
-Each schedule has a Postgres, two daemons, writers of all kinds and clients of all kinds. It prints what was lost,
-repeated, out of order or kept though gone, with the schedule and what was sent. `--seed N --schedules 1` plays it
-again.
+Each schedule has a Postgres, two daemons, writers of all kinds and clients of all kinds: over TCP, Redis and HTTP
+(pages and events), `replicad tail`, the source for Spark, a sender, a cache and a worker that reports who is online.
+Faults come between what operators do every day. It prints what was lost, repeated, out of order or kept though gone,
+with the schedule and what was sent. `--seed N --schedules 1` plays it again. REPLICAD_FORKS_POSTGRES names the folder
+of the programs of another PostgreSQL.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ def torture(
 ) -> list[int]:
     """Play the schedules of the seeds; returns those that failed."""
     began, failed, played = time.monotonic(), [], 0
+    if redis_servers.PROGRAM is None:
+        print("no reader over Redis: there is no redis-server on this machine (apt-get install redis-server)")
     with server_folder() as template:
         made_template(template)
         for seed in seeds:

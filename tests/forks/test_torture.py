@@ -1,4 +1,4 @@
-"""The short form of `make torture`: two schedules, always the same; and how schedules are made."""
+"""The short form of `make torture`: one schedule, always the same; and how schedules are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .schedule import KINDS, make_schedule
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("seed", [4, 11])
+@pytest.mark.parametrize("seed", [327])
 async def test_no_client_differs_from_the_tables_whatever_happens(
     postgres_folder: Path, fork_template: Path, seed: int
 ) -> None:

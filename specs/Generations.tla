@@ -16,11 +16,13 @@ CONSTANTS
     Daemons,
     MaxRows,      \* how many rows are written at most
     MaxEvents,    \* how many restores, promotions and so on there are at most
+    Ahead,        \* how many ids Postgres logs ahead of those that it has given out
     Off           \* the rules that are switched off
 
 Rule(name) == name \notin Off
 Nowhere == "nowhere"
 Nothing == -1
+Unbounded == (MaxRows + 1) * (Ahead + 1)
 
 VARIABLES
     db,           \* the server at the address: see Init
@@ -54,7 +56,8 @@ Put(f, d, v) == [f EXCEPT ![d] = v]
 
 Init ==
     LET first == [id |-> 0, began |-> 0, server |-> 0, oids |-> 0, file |-> 0] IN
-    /\ db = [rows |-> <<>>, generations |-> <<first>>, noted |-> 0, server |-> 0, oids |-> 0, file |-> 0]
+    /\ db = [rows |-> <<>>, generations |-> <<first>>, noted |-> 0, server |-> 0, oids |-> 0, file |-> 0,
+             ahead |-> 0]  \* how far the sequence shows more than was given out: after a promotion, until an id is taken
     /\ old = <<>> /\ saved = db
     /\ written = 0 /\ events = 0 /\ fresh = 0
     /\ list = [d \in Daemons |-> <<first>>] /\ server = [d \in Daemons |-> 0] /\ oids = [d \in Daemons |-> 0]
@@ -69,7 +72,7 @@ OtherFile(s) == LET g == Last(s.generations) IN s.oids = g.oids /\ s.file # g.fi
 
 Write ==
     /\ written < MaxRows /\ written' = written + 1
-    /\ db' = [db EXCEPT !.rows = Append(@, written')]
+    /\ db' = [db EXCEPT !.rows = Append(@ \o [i \in 1..db.ahead |-> 0], written'), !.ahead = 0]
     /\ UNCHANGED <<old, saved, events, fresh, daemon, client>>
 
 Save == \* a dump or a copy of the data folder is made, or the standby catches up
@@ -81,14 +84,14 @@ Happens == events < MaxEvents /\ events' = events + 1
 
 Promote == \* a standby, a cold copy or this server itself, started again: another server with all that was saved
     /\ Happens /\ fresh' = fresh + 1
-    /\ db' = [saved EXCEPT !.server = fresh']
+    /\ \E n \in 0..Ahead : db' = [saved EXCEPT !.server = fresh', !.ahead = n]
     /\ old' = db
     /\ UNCHANGED <<saved, written, daemon, client>>
 
 Restore == \* a dump into the live database: other oids on the same server
     /\ Happens /\ fresh' = fresh + 1
     /\ Rule("look_between_truncate_and_dump") => ~OtherFile(saved)
-    /\ db' = [saved EXCEPT !.server = db.server, !.oids = fresh', !.file = fresh']
+    /\ db' = [saved EXCEPT !.server = db.server, !.oids = fresh', !.file = fresh', !.ahead = 0]
     /\ UNCHANGED <<old, saved, written, daemon, client>>
 
 FailBack == \* the address leads to the earlier server again, which was running all the time
@@ -101,7 +104,7 @@ Truncate == \* TRUNCATE ... RESTART IDENTITY and inserts, in one transaction
     /\ Rule("look_between_truncate_and_dump") => db.oids = Last(db.generations).oids
     /\ \E n \in 0..2 :
         /\ written + n <= MaxRows /\ written' = written + n
-        /\ db' = [db EXCEPT !.rows = [i \in 1..n |-> written + i], !.file = fresh']
+        /\ db' = [db EXCEPT !.rows = [i \in 1..n |-> written + i], !.file = fresh', !.ahead = 0]
     /\ UNCHANGED <<old, saved, daemon, client>>
 
 (* ---- the list of generations ---- *)
@@ -113,7 +116,7 @@ Shared(generations, id) ==
         ELSE LET later == {i \in 1..Len(generations) : \A place \in places : i > place}
                  began == IF Rule("lowest_of_all_later_generations") THEN {generations[i].began : i \in later}
                           ELSE IF later = {} THEN {} ELSE {Last(generations).began}
-             IN  IF began = {} THEN MaxRows ELSE CHOOSE b \in began : \A c \in began : b <= c
+             IN  IF began = {} THEN Unbounded ELSE CHOOSE b \in began : \A c \in began : b <= c
 
 OtherPlace(s) ==
     LET g == Last(s.generations) IN
@@ -170,11 +173,14 @@ Within(d) ==
     LET all == {db} \union (IF old = <<>> THEN {} ELSE {old})
     IN  IF Rule("one_server_for_all_connections") THEN {s \in all : s.server = server[d]} ELSE all
 
+(* What a poll takes for the last value. The logged value does not count before an id was taken in this run. *)
+Counts(s) == Len(s.rows) + IF Rule("only_taken_ids_count") THEN 0 ELSE s.ahead
+
 Poll(d) == \* reads the last value; the sequence is named by its oid
     /\ value[d] = Nothing /\ back[d] = Nothing
     /\ \E s \in Within(d) :
-        /\ s.oids = oids[d] /\ Len(s.rows) > position[d]
-        /\ value' = Put(value, d, Len(s.rows))
+        /\ s.oids = oids[d] /\ Counts(s) > position[d]
+        /\ value' = Put(value, d, Counts(s))
     /\ UNCHANGED <<db, old, saved, written, events, fresh, list, server, oids, position, copy, back, client>>
 
 Publish(d) ==

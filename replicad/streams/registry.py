@@ -363,13 +363,26 @@ async def rewind(db: Queries, stream: Stream, upto: int, *, schema: str = SCHEMA
     return Rewound(row["begun"], row["wait"])
 
 
-async def keep(db: Queries, stream: Stream, lowest: int | None, position: int, *, schema: str = SCHEMA) -> int | None:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What `keep` found out: up to where rows are gone, and after which id rows are there again that were taken for
+    removed; None if that is not news.
+    """
+
+    gone: int | None
+    back: int | None
+
+
+async def keep(
+    db: Queries, stream: Stream, lowest: int | None, position: int, trimmed: int | None, *, schema: str = SCHEMA
+) -> Kept:
     """Note the lowest id of a stream's table (None: it is empty), read after `position` was published. Where it has
-    grown since the last note, tokens below are expired from now on: returns up to where rows are gone, if that is news.
+    grown since the last note, tokens below are expired from now on. Where it lies at or below `trimmed`, the
+    `trimmed_upto` of the same snapshot, tokens from there on are good again.
     """
     with installed(schema):
-        gone: int | None = await call_value(db, schema, "stream_keep", stream.number, stream.epoch, lowest, position)
-    return gone
+        row = await call_row(db, schema, "stream_keep", stream.number, stream.epoch, lowest, position, trimmed)
+    return Kept(row["gone"], row["back"])
 
 
 async def load_lineages(db: Queries, name: str | None = None, *, schema: str = SCHEMA) -> dict[str, Lineage]:

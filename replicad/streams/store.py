@@ -16,7 +16,7 @@ from replicad.streams import acks, registry, rows_probe, stream_writers, trouble
 from replicad.streams.acks import Ack
 from replicad.streams.lineage import Lineage
 from replicad.streams.queries import Impatient
-from replicad.streams.registry import Published, Rewound, Stream
+from replicad.streams.registry import Kept, Published, Rewound, Stream
 from replicad.streams.registry_view import RegistryView
 from replicad.streams.row_text import Range
 from replicad.streams.rows import ChunkSink, Reads, RowSource
@@ -87,7 +87,7 @@ class Store(Protocol):
 
     async def rewind(self, stream: Stream, upto: int) -> Rewound: ...
 
-    async def keep(self, stream: Stream, lowest: int | None, position: int) -> int | None: ...
+    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> Kept: ...
 
     async def taken(self, stream: Stream, after: int) -> int: ...
 
@@ -211,9 +211,9 @@ class PostgresStore:
         """`registry.rewind`."""
         return await registry.rewind(self._db, stream, upto, schema=self._schema)
 
-    async def keep(self, stream: Stream, lowest: int | None, position: int) -> int | None:
+    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> Kept:
         """`registry.keep`."""
-        return await registry.keep(self._db, stream, lowest, position, schema=self._schema)
+        return await registry.keep(self._db, stream, lowest, position, trimmed, schema=self._schema)
 
     async def taken(self, stream: Stream, after: int) -> int:
         """`registry.taken`."""

@@ -309,6 +309,84 @@ async def test_a_reader_that_comes_back_after_rows_were_removed_is_told(
     assert (await registry.load_stream(events, "events")).trimmed_upto == first
 
 
+@pytest.mark.parametrize("paces", [Paces(streams=replace(QUICK.streams, kept_look=0.0))])
+async def test_rows_that_were_removed_and_come_back_reach_old_and_new_readers(
+    events: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    """A table that is emptied and loaded again from a copy, and a row in it that readers never had."""
+    everything = set(range(1, 31))
+    await write(events, 30)
+    await settled(daemon, 30)
+    await events.execute("CREATE TABLE copy AS TABLE events; TRUNCATE events")
+    with trio.fail_after(PATIENCE):
+        while (await registry.load_stream(events, "events")).trimmed_upto != 30:
+            await trio.sleep(0.05)
+    async with netcat() as follower:
+        old = Reader(follower)
+        await follower.send("REPLICATE events 30")
+        await follower.until("POSITION events .*")
+        await events.execute("INSERT INTO events TABLE copy")
+        with trio.fail_after(PATIENCE):
+            await old.read_until(lambda ids: ids == everything)
+    async with netcat() as newcomer:
+        new = Reader(newcomer)
+        await newcomer.send("REPLICATE events EARLIEST")
+        with trio.fail_after(PATIENCE):
+            await new.read_until(lambda ids: ids == everything)
+
+
+@pytest.mark.parametrize("paces", [Paces(streams=replace(QUICK.streams, kept_look=0.0))])
+async def test_a_partition_that_was_detached_and_comes_back_is_read_from_the_beginning(
+    database: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    await database.execute(
+        "CREATE TABLE events (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body jsonb) PARTITION BY RANGE (id);"
+        "CREATE TABLE low PARTITION OF events FOR VALUES FROM (1) TO (11);"
+        "CREATE TABLE high PARTITION OF events FOR VALUES FROM (11) TO (1000)"
+    )
+    await registry.add(database, "events", "public.events", "id", row="body")
+    await daemon.publisher.find("events")
+    await write(database, 20)
+    await settled(daemon, 20)
+    with trio.fail_after(PATIENCE):
+        while await database.fetch_value("SELECT lowest FROM replicad.stream_kept") != 1:
+            await trio.sleep(0.05)
+    await database.execute("ALTER TABLE events DETACH PARTITION low")
+    with trio.fail_after(PATIENCE):
+        while (await registry.load_stream(database, "events")).trimmed_upto != 10:
+            await trio.sleep(0.05)
+    await database.execute("ALTER TABLE events ATTACH PARTITION low FOR VALUES FROM (1) TO (11)")
+    with trio.fail_after(PATIENCE):
+        while (await registry.load_stream(database, "events")).trimmed_upto != 0:
+            await trio.sleep(0.05)
+        async with netcat() as nc:
+            reader = Reader(nc)
+            await nc.send("REPLICATE events EARLIEST")
+            await reader.read_until(lambda ids: ids == set(range(1, 21)))
+
+
+async def test_a_trim_that_comes_after_the_look_at_the_lowest_id_stays(events: Database, daemon: Daemon) -> None:
+    await write(events, 20)
+    await settled(daemon, 20)
+    with trio.fail_after(PATIENCE):
+        while not await events.fetch_value("SELECT count(*) FROM replicad.stream_position WHERE position = 20"):
+            await trio.sleep(0.05)
+    before = await registry.load_stream(events, "events")
+    await events.execute("SELECT replicad.stream_trim('events', 5); SELECT replicad.stream_trim('events', 5)")
+    assert await registry.keep(events, before, 1, 20, before.trimmed_upto) == registry.Kept(None, None)
+    assert (await registry.load_stream(events, "events")).trimmed_upto == 5
+
+
+async def test_a_temporary_child_of_another_session_disturbs_nothing(events: Database, daemon: Daemon) -> None:
+    async with events.connection() as other:
+        await other.execute("CREATE TEMPORARY TABLE child () INHERITS (events)")
+        await other.execute("INSERT INTO child (body) VALUES ('1')")
+        await write(events, 20)
+        await settled(daemon, 20)
+        assert daemon.troubles.of("stream", "events") == []
+        assert daemon.publisher.feeds["events"].tally.skipped == 0
+
+
 async def test_rows_are_only_reported_where_the_setting_says_so(start_daemon: Start, database: Database) -> None:
     async with start_daemon(late_rows="report") as daemon:
         await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")

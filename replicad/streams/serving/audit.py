@@ -18,7 +18,7 @@ import structlog
 import trio
 
 from replicad.daemon.troubles import Troubles
-from replicad.streams.registry import Method, Rewound, Stream
+from replicad.streams.registry import Kept, Method, Rewound, Stream
 from replicad.streams.serving.comparison import SHOWN, Comparison, Followed, Found, Seen, found_of
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.stretches import Run
@@ -44,7 +44,7 @@ _REMEDY = {
 log = structlog.get_logger()
 
 
-Keep = Callable[[Stream, int | None, int], Awaitable[int | None]]
+Keep = Callable[[Stream, int | None, int, int | None], Awaitable[Kept]]
 Rewind = Callable[[Stream, int], Awaitable[Rewound]]
 
 
@@ -121,15 +121,13 @@ class Audit:
         upto, runs = feed.sent_upto, self._affordable(name, taken)
         skipped = self._skipped[name] = self._skipped.get(name, frozenset()).union(stream.skipped)
         found: Comparison | None = None
-        noted, lowest = True, None
+        kept: tuple[int | None, int | None] | None = None
         try:
             async with self._windows.looking(stream) as look:
                 found = Comparison(look, feed, stream, upto, self._seen.get(name), skipped)
                 await found.compare(runs)
-                noted = (
-                    look.elsewhere is not None or began < self._kept_at.get(name, float("-inf")) + self._pace.kept_look
-                )
-                lowest = None if noted else await look.lowest()
+                if look.elsewhere is None and self._is_due(name, found, began):
+                    kept = await look.lowest()
         finally:
             took = trio.current_time() - began
             feed.tally.auditing += took
@@ -150,12 +148,19 @@ class Audit:
         feed.tally.audited_rows += sum(run.rows for run in runs)
         if found.rows > FEWEST:
             self._cost[name] = took / found.rows
-        await self._report_all(name, feed, found)
-        if not noted and self._keep is not None:
-            self._kept_at[name] = began
-            gone = await self._keep(stream, lowest, upto)
-            if gone is not None:
-                log.warning("rows_removed", stream=name, upto=gone, remedy="tokens below are expired, as after a trim")
+        back: int | None = None
+        try:  # first: readers are sent back no further than to what is retained
+            if kept is not None and self._keep is not None:
+                self._kept_at[name] = began
+                back = _report_kept(name, await self._keep(stream, kept[0], upto, kept[1]))
+        finally:
+            await self._report_all(name, feed, found, back)
+
+    def _is_due(self, name: str, found: Comparison, now: float) -> bool:
+        """Whether the lowest id is to be noted: each minute, and where rows came that may have been gone."""
+        return bool(found.late or found.attached or found.skips) or (
+            now >= self._kept_at.get(name, float("-inf")) + self._pace.kept_look
+        )
 
     def _affordable(self, name: str, runs: list[Run]) -> list[Run]:
         """The last rows of these runs, as many as the stream's share of time allows to be counted."""
@@ -170,8 +175,8 @@ class Audit:
 
     # --- what was found ---
 
-    async def _report_all(self, name: str, feed: Followed, found: Comparison) -> None:
-        """Report what was found, and deliver it."""
+    async def _report_all(self, name: str, feed: Followed, found: Comparison, back: int | None) -> None:
+        """Report what was found, and deliver it, with the rows above `back`, which are there again."""
         position = found.position
         if found.late:
             below = position if found.before is None else found.before.window.upto
@@ -182,6 +187,8 @@ class Audit:
         for skips in found.skips:
             what = f"of stream {name} at or below its position {position} were not sent"
             self._report_late(name, feed, skips, what)
+        if back is not None and (found.late or found.skips) and name in self._wanted:
+            self._wanted[name].upto = min(self._wanted[name].upto, back)
         await self._deliver(name, feed)
 
     async def _deliver(self, name: str, feed: Followed) -> None:
@@ -282,3 +289,12 @@ class Audit:
         for name in [name for name, end in self._ends.items() if end <= trio.current_time()]:
             del self._ends[name], self._reasons[name]
             self._troubles.end("stream", name, "late_rows")
+
+
+def _report_kept(name: str, kept: Kept) -> int | None:
+    """Log that rows were removed, or are there again; returns after which id they are."""
+    if kept.gone is not None:
+        log.warning("rows_removed", stream=name, upto=kept.gone, remedy="tokens below are expired, as after a trim")
+    if kept.back is not None:
+        log.warning("rows_returned", stream=name, after=kept.back, remedy="tokens from there on are good again")
+    return kept.back

@@ -90,8 +90,8 @@ class Look(Protocol):
         `bounds` divide it; with ranges for each writer it is not divided. At most `limit`, from the lower end.
         """
 
-    async def lowest(self) -> int | None:
-        """The lowest id; None if the table is empty."""
+    async def lowest(self) -> tuple[int | None, int | None]:
+        """The lowest id (None if the table is empty), and up to where rows were gone at that moment by the registry."""
 
     async def attached(self, table: str, before: int, position: int) -> Attached | None:
         """The rows of an attached table that were not sent to readers; None if there are none.
@@ -190,10 +190,11 @@ class _PostgresLook:
         )
         return [row["rows"]]
 
-    async def lowest(self) -> int | None:
+    async def lowest(self) -> tuple[int | None, int | None]:
+        assert self.connection is not None
         [row] = await self._fetch("audit_lowest")
-        found: int | None = row["lowest"]
-        return found
+        query = load_sql("audit_trimmed").format(schema=quote_ident(self.schema))
+        return row["lowest"], await self.connection.fetch_value(query, self.stream.number)
 
     async def attached(self, table: str, before: int, position: int) -> Attached | None:
         [row] = await self._fetch("late_attached", before, position, MAX_COUNTED, table=table)

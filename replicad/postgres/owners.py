@@ -52,7 +52,8 @@ class AsOwner:
 
     async def fetch(self, sql: str, *args: object) -> list[dict[str, Any]]:
         """The rows of a statement, by the names of its columns, which hold numbers, texts and arrays of these."""
-        query = f"SELECT pg_catalog.row_to_json(found)::text FROM (\n{fill(sql, args)}\n) AS found"
+        # `found` alone would mean a column of this name
+        query = f"SELECT pg_catalog.row_to_json(found.*)::text FROM (\n{fill(sql, args)}\n) AS found"
         lines, _ = await self._lines(query, UNBOUNDED)
         return [json.loads(line) for line in lines]
 

@@ -412,6 +412,20 @@ async def test_a_daemon_with_create_on_the_database_and_the_owners_role_serves_s
         psql(postgres_url, f"DROP OWNED BY {role} CASCADE; DROP ROLE {role}")
 
 
+async def test_rows_of_another_owner_that_were_there_before_the_daemon_started_are_sent(
+    database: Database, database_url: str, team: str, settings: ServerSettings
+) -> None:
+    """No id is taken in this run of the daemon, so that the rows tell which ids were given out."""
+    psql(database_url, f"SET ROLE {team}; CREATE TABLE {team}.plain (id bigserial PRIMARY KEY, body json)")
+    await registry.add(database, "plain", f"{team}.plain", "id", row="body")
+    await database.execute(f"INSERT INTO {team}.plain (body) VALUES ('1'), ('2')")
+    async with open_daemon(settings, as_role(database_url, DAEMON)) as daemon, netcat_to(daemon) as nc:
+        with trio.fail_after(30):
+            await daemon.publisher.find("plain")
+            await nc.send("REPLICATE plain EARLIEST")
+            await nc.until("RDATA plain master 2 2")
+
+
 async def test_positions_unused_sequences_and_looks_for_late_rows_are_read_as_the_owner(
     events: Database, database_url: str, team: str, netcat: Connect
 ) -> None:

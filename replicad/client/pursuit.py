@@ -353,7 +353,9 @@ class Pursuit:
             delay = self._backoff.next_delay()
             self._waited += delay
             waited = self._waited
-        patience = self._options.patience if self._begun else self._options.first_patience
+        # Rows of the first stream may have been handed over before the last one was accepted: no program begins then.
+        begun = self._begun or (bool(self._accepted) and not isinstance(error, StreamError))
+        patience = self._options.patience if begun else self._options.first_patience
         if patience is not None and waited > patience:
             raise error
         return delay

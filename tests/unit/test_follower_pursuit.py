@@ -309,6 +309,13 @@ def test_a_server_that_leaves_the_same_gap_every_time_is_found_out() -> None:
         drive.say(gap, *[answer] * GAPS)
 
 
+def test_a_connection_that_is_lost_before_the_last_stream_was_accepted_is_made_again_as_any_other() -> None:
+    drive = following("a", "b", first_patience=5.0)
+    drive.say(accepted("a"), "RDATA a w1 6 [1]\n", LOST, *[LOST] * 10)
+    drive.say(accepted("a"), accepted("b"), "RDATA b w1 6 [2]\n")
+    assert drive.asked[-2:] == [f"REPLICATE a {EPOCH}!6", "REPLICATE b"]
+
+
 def test_many_streams_that_fork_one_after_another_are_no_server_that_leaves_gaps() -> None:
     """As where a standby is promoted: each fork ends a connection before all of its subscriptions are accepted."""
     streams = ("a", "b", "c", "d", "e")

@@ -3,12 +3,17 @@
 Whoever has more to do than the budget of a turn waits in a queue with all others that have. One of them goes on when
 the event loop has nothing else to do, and at the latest after `patience`. So work that comes in masses uses the time
 that is left. An answer that takes twenty steps between the event loop and Postgres is delayed by one budget now and
-then, and not by one in each step.
+then, and not by one in each step. Those that wait may take turns by address: a crowd from one address then delays
+another address by one turn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import trio
+
+from replicad.daemon.places import Places
 
 try:  # what `trio.testing` exports; importing that one imports pytest too, where it is installed
     from trio._core import wait_all_tasks_blocked  # type: ignore[attr-defined]
@@ -27,11 +32,11 @@ class Turns:
         self.size = size
         self.waits = 0  # times that somebody had to wait, since the start
         self._patience = patience
-        self._queue = trio.Lock()
+        self._queue = Places(1)
 
-    async def next(self) -> None:
-        """Wait for the next turn."""
+    async def next(self, client: Hashable = None) -> None:
+        """Wait for the next turn. `client`: each of them gets a turn before any gets another."""
         self.waits += 1
-        async with self._queue:
+        async with self._queue.place(client):
             with trio.move_on_after(self._patience):
                 await wait_all_tasks_blocked()

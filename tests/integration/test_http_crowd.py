@@ -19,6 +19,7 @@ import trio
 import trio.testing
 
 from replicad.config.settings import Address, ServerSettings
+from replicad.daemon.arrivals import LIVE
 from replicad.operations.http.app import Pages
 from replicad.postgres.bridge import Database, open_database
 from tests.conftest import PATIENCE
@@ -139,6 +140,32 @@ async def test_a_crowd_that_reads_no_answer_keeps_no_other_address_from_one(
             await feed.channel.wait_sealed()
         with crowd(daemon.http, 20, request, "127.0.0.3"), crowd(daemon.http, 20, request):
             await all_are_answered(daemon)
+
+
+async def test_requests_of_a_crowd_are_answered_one_in_a_turn_of_the_event_loop(
+    events: Database, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_turn, most, answer = 0, 0, Pages.answer
+
+    class Count(trio.abc.Instrument):
+        def before_io_wait(self, timeout: float) -> None:
+            nonlocal in_turn, most
+            in_turn, most = 0, max(most, in_turn)
+
+    async def counted(self: Pages, request: Any) -> Any:
+        nonlocal in_turn
+        in_turn += 1
+        return await answer(self, request)
+
+    monkeypatch.setattr(Pages, "answer", counted)
+    requests = b"GET /nothing HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20 + b"GET / HTTP/1.0\r\n\r\n"
+    async with start_daemon() as daemon:
+        trio.lowlevel.add_instrument(count := Count())
+        with crowd(daemon.http, 40, requests) as links:
+            for link in links:
+                await trio.to_thread.run_sync(read_all, link)
+            trio.lowlevel.remove_instrument(count)
+    assert most <= LIVE + 2, "of those that were just accepted, and of the others"
 
 
 # --- memory ---

@@ -66,6 +66,21 @@ async def test_those_that_wait_for_a_turn_go_on_one_by_one() -> None:
     assert sorted(order[:4]) == sorted(order[4:8]) == [0, 1, 2, 3]
 
 
+async def test_a_crowd_that_waits_delays_another_client_by_one_turn() -> None:
+    turns = Turns()
+    order: list[str] = []
+
+    async def wait(client: str) -> None:
+        await turns.next(client)
+        order.append(client)
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            for client in [*["crowd"] * 50, "other"]:
+                nursery.start_soon(wait, client)
+    assert order.index("other") <= 3
+
+
 async def test_the_queue_moves_on_though_the_loop_is_never_idle() -> None:
     turns = Turns(1, 1)
     async with trio.open_nursery() as nursery:

@@ -2,8 +2,10 @@
 
 A connection passes the same admission as a client of the protocol: it waits its turn by address (`Arrivals`), counts
 within `--max-connections`, and is a newcomer as long as it has not sent a whole request. The oldest newcomer of the
-address that has the most gives way. Requests that cost something hold one of `--http-connections` places; a health
-check does not. Whoever does not take an answer gives up its place first.
+address that has the most gives way. Each further request of a connection waits for a turn of its address too (`Turns`),
+so hundreds of connections that ask at the same time make a turn of the event loop no longer. Requests that cost
+something hold one of `--http-connections` places; a health check does not. Whoever does not take an answer gives up its
+place first.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Server:
         host.figures.add(surroundings)
         self._pages = Pages(host, self._looks, surroundings)
         self._desk = Desk(host.settings.limits.http_connections)
+        self._turns = Turns()
         self._acceptor: Acceptor | None = None
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -92,6 +95,8 @@ class Server:
         began = trio.current_time()
         try:
             for number in range(1, REQUESTS + 1):
+                if number > 1 and await line.wait_request():  # for the first one, accepting has waited for a turn
+                    await self._turns.next(guest.address)
                 head = await line.next_head()
                 if head is None:
                     return

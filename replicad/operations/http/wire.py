@@ -126,6 +126,13 @@ class Wire:
         self._length = 0  # of that body, if it was declared
         self._close = False  # whether the peer wants this answer to be the last one
 
+    async def wait_request(self) -> bool:
+        """Wait until a request begins. False: the peer closes the connection before it, or sends none in time."""
+        if not self._held:
+            with trio.move_on_after(IDLE), suppress(Ended):
+                await self._receive()
+        return bool(self._held)
+
     async def next_head(self) -> Head | None:
         """The next request; None if the peer closes the connection before it, or sends none in time.
 
@@ -133,11 +140,8 @@ class Wire:
             Refused: it is not valid. The connection must be closed then.
             Ended: the peer does not finish it.
         """
-        if not self._held:
-            with trio.move_on_after(IDLE), suppress(Ended):
-                await self._receive()
-            if not self._held:
-                return None
+        if not await self.wait_request():
+            return None
         with trio.move_on_after(READING):
             head = await self._whole_head()
             look_at_head(head)

@@ -50,6 +50,7 @@ class Problem(Exception):
         super().__init__(sentence)
         self.code = code
         self.status = STATUS.get(code, UNAVAILABLE) if status is None else status
+        self.allowed: tuple[str, ...] = ()  # the methods of the page, where another one was sent (RFC 9110, 15.5.6)
         self.logged = False  # by the session that the error comes from
         self.fields = {"code": code, "error": sentence, **more}
 
@@ -76,6 +77,8 @@ class Problem(Exception):
             found["www-authenticate"] = "Bearer"
         if self.status in (429, UNAVAILABLE):
             found["retry-after"] = RETRY
+        if self.allowed:
+            found["allow"] = ", ".join(self.allowed)
         return found
 
 

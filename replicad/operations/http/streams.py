@@ -63,7 +63,9 @@ class Page:
 
     async def _answer(self, request: Request, name: str) -> Answer | None:
         if request.method not in self.methods:
-            raise Problem("method_not_allowed", "send GET")
+            problem = Problem("method_not_allowed", "send GET")
+            problem.allowed = self.methods
+            raise problem
         try:
             async with calling(self.host.access, request, self._origins) as caller:
                 caller.may_ask(Replicate.VERB or "", "stream", name)  # an unknown name is found to be unknown as usual

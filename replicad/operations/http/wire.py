@@ -32,6 +32,11 @@ _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _HEAD = re.compile(rb"(%s) ([!-~]+) HTTP/(\d)\.(\d)\r\n((?:%s:[\t -~\x80-\xff]*\r\n)*)\r\n" % (_TOKEN, _TOKEN))
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::\d{0,5})?")
 _LENGTH = re.compile(rb"\d{1,15}")
+# Encodings that some programs decode and others do not, before they compare (RFC 3986, 2.3 and 6.2.2): of letters,
+# digits, `-`, `.`, `_`, `~`, and of slashes. Also segments that some remove, and a `%` that encodes nothing.
+_TWO_WAYS = re.compile(
+    r"%(?:2[DEF]|3[0-9]|[46][1-9A-F]|[57][0-9A]|5[CF]|7E|(?![0-9A-F]{2}))|//|/\.{1,2}(?:/|$)", re.IGNORECASE
+)
 BAD = "this is no request of HTTP/1.1 (RFC 9112)"
 
 
@@ -76,11 +81,19 @@ def look_at_head(head: bytes) -> None:
 def origin_form(target: str, host: str) -> str:
     """The path and query of a request's target.
 
-    A target in absolute-form must name the Host of the request: what a filter has looked at is then what counts.
+    A target in absolute-form must name the Host of the request, and a path may be written in one way only: what a
+    filter has looked at is then what counts.
 
     Raises:
-        Refused: the target has another form, or names another host.
+        Refused: the target has another form, names another host, or has a path that may be read in two ways.
     """
+    found = _path_and_query(target, host)
+    if (odd := _TWO_WAYS.search(found.partition("?")[0])) is not None:
+        raise Refused(400, f"write the path without {odd[0]}: not every program reads that in the same way")
+    return found
+
+
+def _path_and_query(target: str, host: str) -> str:
     if target.startswith("/") and "#" not in target:
         return target
     if target == "*":

@@ -26,6 +26,7 @@ LIST = "list"  # the right to know that a name exists; every other right on the 
 ANY = "*"
 MAX_SECRETS = 2  # the present one and the next one, while clients change over
 MAX_DECISIONS = 4096  # that a client's table of decisions keeps: names come from clients
+LONGEST_KEPT = 128  # characters of a name whose decision is kept; over HTTP a name may have a hundred times more
 _KEYS = ("token_sha256", "certificate", "from", "allow", "deny", "instances", "connections", "catchups")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -99,6 +100,8 @@ class Client:
 
         `deny` goes before `allow`. Whoever may do anything else with a name may `list` it; to deny `list` denies all.
         """
+        if name is not None and len(name) > LONGEST_KEPT:
+            return self._decide(verb, name)
         key = (verb, name)
         found = self._decided.get(key)
         if found is None:
@@ -106,6 +109,13 @@ class Client:
                 self._decided.clear()
             found = self._decided[key] = self._decide(verb, name)
         return found
+
+    @property
+    def lists_everything(self) -> bool:
+        """Whether it may list each stream and tube that there is, was, or may come."""
+        denied = {rule.verb for rule in self.deny}
+        every = {rule.verb for rule in self.allow if rule.pattern == ANY or rule == Rule(ANY)}
+        return denied.isdisjoint((LIST, ANY)) and bool(every - denied)
 
     def may_somewhere(self, verb: str) -> bool:
         """Whether a line of `allow` is about this verb."""

@@ -374,6 +374,11 @@ class ClientAccess:
         """Whether the client may know that there is a stream or tube of that name."""
         return self.may(LIST, name)
 
+    @property
+    def lists_everything(self) -> bool:
+        """Whether the client may list each stream and tube that there is, was, or may come."""
+        return not self.limited or (self.client is not None and self.client.lists_everything)
+
     def check(self, command: Command) -> bool:
         """Whether the command may be answered. False: the client may not know the stream or tube that it names.
 

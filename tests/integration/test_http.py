@@ -408,6 +408,32 @@ async def test_with_a_token_probes_are_open_and_the_rest_is_not(start_daemon: St
             assert "the token is wrong" in wrong
 
 
+async def test_probes_answer_whatever_word_is_sent_and_are_not_among_the_connections_of_a_client(
+    start_daemon: Start, database: Database, tmp_path: Path
+) -> None:
+    """A liveness probe with an old secret would have the daemon restarted; one that has to wait as well."""
+    file = tmp_path / "access.toml"
+    digest = sha256(SECRET.encode()).hexdigest()
+    file.write_text(f'[client.probe]\ntoken_sha256 = "{digest}"\nallow = ["status"]\nconnections = 1\n')
+    async with start_daemon(access_file=file) as daemon:
+        address = daemon.addresses[0]
+        async with await trio.open_tcp_stream(address.host, address.port) as stream:
+            await stream.send_all(f"AUTH probe.{SECRET}\nSTREAMS\n".encode())
+            found = b""
+            while b"STREAMS" not in found:
+                found += await stream.receive_some(4096)
+            assert (await ask(daemon.http, "/status", **bearer(f"probe.{SECRET}"))).status == 429
+            for word in (f"probe.{SECRET}", *["probe.wrong"] * 8):
+                for path in ("/livez", "/readyz", "/", "/console"):
+                    assert (await ask(daemon.http, path, **bearer(word))).status == 200, path
+        await database.execute("CREATE TABLE secret (id bigserial PRIMARY KEY)")
+        await registry.add(database, "secret", "public.secret", "id")
+        await database.execute("ALTER TABLE secret RENAME COLUMN id TO other")
+        await ask_until(daemon.http, "/readyz", lambda one: one.status == 503)
+        refused = await ask(daemon.http, "/readyz", **bearer("probe.wrong"))
+        assert (refused.status, "stream secret" in refused) == (503, False)
+
+
 async def test_readiness_names_streams_only_to_who_has_proved_who_it_is(
     start_daemon: Start, database: Database
 ) -> None:
@@ -551,7 +577,7 @@ async def test_a_request_that_fails_is_an_answer_and_no_end_of_anything(
 
 @pytest.mark.parametrize("path", ["/nothing", "/metrics/", "/status/", "/../etc/passwd", "//", "/%00"])
 async def test_there_is_nothing_else(daemon: Daemon, path: str) -> None:
-    assert (await ask(daemon.http, path)).status == 404
+    assert (await ask(daemon.http, path)).status == (400 if "/.." in path or "//" in path else 404)
 
 
 async def test_without_the_option_nothing_is_imported(settings: ServerSettings, database_url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicad.config.access import MAX_DECISIONS, Client, Rule, Verbs, parse_access, read_access
-from replicad.daemon.access import verbs_of
+from replicad.config.recent import Recent
+from replicad.daemon.access import AccessControl, verbs_of
 from replicad.errors import UsageError
+from replicad.operations.http.console import is_visible
+from replicad.operations.http.entry import Caller
 from replicad.protocol.words import Side
 from tests.lengths import examples
 from tests.vocabulary import COMMANDS, EVERY
@@ -233,3 +237,52 @@ def test_the_matrix_of_verbs_and_names_is_as_the_oracle_says(
 def test_verbs_are_with_a_name_or_without() -> None:
     with pytest.raises(AssertionError):
         Verbs(frozenset({"read"}), frozenset({"read"}))
+
+
+def test_what_was_decided_of_long_names_is_not_kept() -> None:
+    """Over HTTP a client may ask for a stream whose name has 15,000 characters, and for another one each time."""
+    made = client('["read orders*"]')
+    tracemalloc.start()
+    try:
+        for number in range(500):
+            assert made.may("read", f"orders{number}" + "x" * 10_000)
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("allow", "deny", "everything"),
+    [
+        (["*"], [], True),
+        (["status", "list *"], ["replay x"], True),
+        (["read *"], [], True),
+        (["read *"], ["read x"], False),
+        (["read *", "work *"], ["read x"], True),
+        (["*"], ["list secret*"], False),
+        (["*"], ["*"], False),
+        (["status", "list a*"], [], False),
+        (["status"], [], False),
+    ],
+)
+def test_who_may_list_everything_may_list_also_what_is_gone_or_comes(
+    allow: list[str], deny: list[str], everything: bool
+) -> None:
+    verbs = Verbs(VERBS.named | {"replay"}, VERBS.plain | {"status"})
+    text = f'[client.a]\ntoken_sha256="{DIGEST}"\nallow={allow}\n' + (f"deny={deny}\n" if deny else "")
+    assert parse_access(text, verbs, "f").clients["a"].lists_everything is everything
+
+
+def test_an_event_that_names_a_stream_is_seen_only_by_who_may_list_it_also_when_the_stream_is_gone(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "access.toml"
+    file.write_text(f'[client.a]\ntoken_sha256="{DIGEST}"\nallow=["status", "list *"]\ndeny=["list secret*"]\n')
+    control = AccessControl(file=file, verbs=Verbs(VERBS.named, VERBS.plain | {"status"}))
+    access = control.enter("127.0.0.1:1")
+    access.client = control.known.clients["a"]
+    caller = Caller(access, None)
+    gone = Recent(1, 0.0, "info", "stream_removed", {"stream": "secret_a"})
+    other = Recent(2, 0.0, "info", "stream_removed", {"stream": "orders"})
+    text = Recent(3, 0.0, "info", "request_refused", {"error": "there is no stream 'secret_a'"})
+    assert [is_visible(each, caller) for each in (gone, other, text)] == [False, True, False]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import chain
@@ -16,7 +17,7 @@ import trio
 from replicad.daemon.figures import GAUGE, Family, Obstacle, Sample
 from replicad.daemon.service import Host
 from replicad.operations.http.console import FILES, Console
-from replicad.operations.http.entry import Caller, calling
+from replicad.operations.http.entry import Caller, calling, refuse_controls
 from replicad.operations.http.exposition import Exposition
 from replicad.operations.http.live import Live
 from replicad.operations.http.looks import AGE, FAILURES, Looks
@@ -55,11 +56,18 @@ READ = ("GET", "HEAD")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A page, and with which methods it is asked for. `free`: it costs nothing, so it needs no place."""
+    """A page, and with which methods it is asked for."""
 
     page: Page
     methods: tuple[str, ...] = READ
-    free: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPage:
+    """A page that answers everybody, whatever word is sent, and costs nothing: it needs no place."""
+
+    page: Callable[[Request], Awaitable[Answer]]
+    methods: tuple[str, ...] = READ
 
 
 class Pages:
@@ -76,19 +84,19 @@ class Pages:
         self._rows, self._live = Rows(host), Live(host)
         self._routes = self._table()
 
-    def _table(self) -> dict[str, Route]:
+    def _table(self) -> dict[str, Route | OpenPage]:
         console = Console(self._host)
         return {
-            "/": Route(self.index, free=True),
-            "/livez": Route(self.livez, free=True),
-            "/readyz": Route(self.readyz, free=True),
+            "/": OpenPage(self.index),
+            "/livez": OpenPage(self.livez),
+            "/readyz": OpenPage(self.readyz),
             "/status": Route(self.status),
             "/clients": Route(self.clients),
             "/metrics": Route(self.metrics),
             "/events": Route(console.events),
             "/parked": Route(console.parked),
             "/replay": Route(console.replay, ("POST",)),
-            **dict.fromkeys(FILES, Route(console.file, free=True)),
+            **dict.fromkeys(FILES, OpenPage(console.file)),
         }
 
     async def answer(self, request: Request) -> Answer | None:
@@ -104,18 +112,25 @@ class Pages:
         elif request.method not in route.methods:
             wanted = ", ".join(route.methods)
             answer = Answer.text(f"send {wanted}\n", 405, {"allow": wanted})
+        elif isinstance(route, OpenPage):
+            answer = await self._answered(request, route.page(request))
         else:
-            answer = await self._bounded(request, route)
+            answer = await self._answered(request, self._admitted(request, route.page))
         answer.headers |= {"cache-control": "no-store", "x-content-type-options": "nosniff"}
         return answer
 
-    async def _bounded(self, request: Request, route: Route) -> Answer:
+    async def _admitted(self, request: Request, page: Page) -> Answer:
+        """The answer of a page to a caller who has a place. Raises Refused."""
+        async with calling(self._host.access, request) as caller:
+            if caller.known:
+                await request.guest.take_place()
+            return await page(request, caller)
+
+    async def _answered(self, request: Request, page: Awaitable[Answer]) -> Answer:
+        """The answer of a page, in time, whatever happens."""
         try:
             with trio.fail_after(LONGEST):
-                async with calling(self._host.access, request) as caller:
-                    if caller.known and not route.free:
-                        await request.guest.take_place()
-                    return await route.page(request, caller)
+                return await page
         except Refused as refusal:
             return Answer.text(
                 f"{refusal.why}\n", refusal.status, {"www-authenticate": "Bearer"} if refusal.status == 401 else None
@@ -128,26 +143,25 @@ class Pages:
             self._host.troubles.record("service", "http", request.path[:20], error)
             return Answer.text("internal error; the server's log has it\n", 500)
 
-    async def index(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
+    async def index(self, request: Request) -> Answer:  # noqa: ARG002
         """What there is."""
         return Answer.text(INDEX)
 
-    async def livez(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
-        """200: the event loop runs. Needs no right."""
+    async def livez(self, request: Request) -> Answer:
+        """200: the event loop runs. No word is looked at: an old secret of the probe is no reason for a restart."""
+        refuse_controls(request)
         return Answer.text("ok\n")
 
-    async def readyz(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
-        """200, or 503 with the reasons that the caller may see. Needs no right."""
+    async def readyz(self, request: Request) -> Answer:
+        """200, or 503 with the reasons that the caller may see. A word is looked at only if there are reasons."""
         found = self._obstacles()
         if not found:
             return Answer.text("ready\n")
-        if not caller.known:
-            return Answer.text("not ready; send `Authorization: Bearer TOKEN` to see why\n", 503)
-        seen = [one for one in found if caller.sees(one)]
-        lines = [" ".join(one.why.split()) for one in seen[:SHOWN]]
-        if len(lines) < len(found):
-            lines.append(f"and {len(found) - len(lines)} more")
-        return Answer.text("not ready: " + "\n".join(lines) + "\n", 503)
+        with suppress(Refused):
+            async with calling(self._host.access, request) as caller:
+                if caller.known:
+                    return _reasons(found, caller)
+        return Answer.text("not ready; send `Authorization: Bearer TOKEN` to see why\n", 503)
 
     async def status(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
         """The state as JSON. Needs the right `status`."""
@@ -214,3 +228,11 @@ class Pages:
 
     def _obstacles(self) -> list[Obstacle]:
         return [one for source in self._host.figures.sources for one in source.obstacles()]
+
+
+def _reasons(found: Sequence[Obstacle], caller: Caller) -> Answer:
+    seen = [one for one in found if caller.sees(one)]
+    lines = [" ".join(one.why.split()) for one in seen[:SHOWN]]
+    if len(lines) < len(found):
+        lines.append(f"and {len(found) - len(lines)} more")
+    return Answer.text("not ready: " + "\n".join(lines) + "\n", 503)

@@ -41,7 +41,6 @@ POLICY = {
 MOST_PARKED = 100  # entries that are shown of a tube, and that one request puts back
 BODY = 16 << 10  # bytes of a request
 WAIT = 5.0  # seconds for Postgres
-SLICE = 100  # names, before other tasks run
 
 log = structlog.get_logger()
 
@@ -57,7 +56,7 @@ class Console:
         folder = resources.files("replicad.operations") / "console"
         self._files = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
-    async def file(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
+    async def file(self, request: Request) -> Answer:
         """The page, its style and its program. Needs no right."""
         content, kind = self._files[request.path]
         return Answer(200, content, {"content-type": f"{kind}; charset=utf-8", **POLICY})
@@ -69,9 +68,8 @@ class Console:
         """
         caller.require(STATUS)
         after = _whole(request.query.get("after", "0"))
-        everything = await self._sees_everything(caller)
         found = self._events.after(after)
-        shown = [one._asdict() for one in found if is_visible(one, caller, everything=everything)]
+        shown = [one._asdict() for one in found if is_visible(one, caller)]
         last = found[-1].number if found else after
         return Answer.json({"started": self._began, "last": last, "events": shown})
 
@@ -105,29 +103,17 @@ class Console:
         log.info("parked_replayed", tube=tube, numbers=numbers, replayed=count, client=client, peer=peer)
         return Answer.json({"tube": tube, "replayed": count})
 
-    async def _sees_everything(self, caller: Caller) -> bool:
-        """Whether the caller may list all that there is, and whatever may come."""
-        if not caller.limited:
-            return True
-        details = (detail for source in self._host.figures.sources for detail in source.details())
-        for number, detail in enumerate(details):
-            if number % SLICE == 0:
-                await trio.lowlevel.checkpoint()
-            if not caller.sees(detail):
-                return False
-        return caller.lists("tube", "*")
 
-
-def is_visible(event: Recent, caller: Caller, *, everything: bool) -> bool:
+def is_visible(event: Recent, caller: Caller) -> bool:
     """Whether the caller may see an event: it may list what the event names, or everything if it names nothing.
 
-    An event that names nothing may quote any name in a text.
+    An event that names nothing may quote any name in a text, also that of a stream which is no longer there.
     """
     fields = event.fields
     named = [(kind, str(fields[kind])) for kind in NAMES if kind in fields]
     if fields.get("kind") in NAMES and "name" in fields:
         named.append((fields["kind"], str(fields["name"])))
-    return everything or (bool(named) and all(caller.lists(*one) for one in named))
+    return all(caller.lists(*one) for one in named) if named else caller.lists_everything
 
 
 def require_own_page(headers: Mapping[str, str], *, open_to_all: bool) -> None:

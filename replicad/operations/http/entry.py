@@ -118,9 +118,9 @@ class Caller:
             raise Refused(403, str(error)) from error
 
     @property
-    def limited(self) -> bool:
-        """Whether the caller's rights come from an access file."""
-        return self._access.limited
+    def lists_everything(self) -> bool:
+        """Whether the caller may know each stream and tube that there is, was, or may come."""
+        return self._access.lists_everything
 
     def lists(self, kind: object, name: str) -> bool:
         """Whether the caller may know a name of this kind."""
@@ -144,7 +144,7 @@ def _unknown(control: AccessControl, access: ClientAccess, request: Request) -> 
     return (403, NO_NAME) if server.is_loopback and host and not is_address(host) else None
 
 
-def _refuse_controls(request: Request) -> None:
+def refuse_controls(request: Request) -> None:
     """Refuse an address with a character that no name, token or number has, so that no page has to think of it. Some of
     them Postgres refuses as well, with a text that is not for callers.
     """
@@ -203,7 +203,7 @@ async def calling(control: AccessControl, request: Request, browsers: Origins | 
     Raises:
         Refused: the word is wrong, the client has too many connections, or its rights were changed in the block.
     """
-    _refuse_controls(request)
+    refuse_controls(request)
     guest = request.guest
     access = control.enter(guest.peer, guest.certificate)
     kind, _, word = request.headers.get("authorization", "").partition(" ")

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import mkstemp
 
 import structlog
 import trio
@@ -436,6 +437,9 @@ def _address(listener: trio.SocketListener) -> Address:
     return Address(host, port)
 
 
+READY_MODE = 0o644  # the address is no secret, and programs of other accounts wait for it
+
+
 @contextmanager
 def _ready_file(path: Path | None, address: Address) -> Iterator[None]:
     """Write the address into the ready file while clients are accepted."""
@@ -443,12 +447,27 @@ def _ready_file(path: Path | None, address: Address) -> Iterator[None]:
         yield
         return
     try:
-        partial = path.with_name(path.name + ".new")
-        partial.write_text(f"{address}\n")
-        partial.rename(path)
+        _write_anew(path, f"{address}\n")
     except OSError as error:
         raise EnvironmentRefused(f"--ready-file {path} cannot be written: {error.strerror}") from error
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def _write_anew(path: Path, text: str) -> None:
+    """Write a file that others see whole or not at all. Raises OSError.
+
+    Where other accounts may write to the folder, none of them can prepare the name that is written to first.
+    """
+    number, name = mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    partial = Path(name)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.chmod(READY_MODE)
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -12,6 +12,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +26,7 @@ from replicad.errors import UsageError
 LIST = "list"  # the right to know that a name exists; every other right on the name gives it too
 ANY = "*"
 MAX_SECRETS = 2  # the present one and the next one, while clients change over
+MOST_FAULTS = 20  # of a file, in one message: looking for the names that were meant takes a millisecond for each
 MAX_DECISIONS = 4096  # that a client's table of decisions keeps: names come from clients
 LONGEST_KEPT = 128  # characters of a name whose decision is kept; over HTTP a name may have a hundred times more
 _KEYS = ("token_sha256", "certificate", "from", "allow", "deny", "instances", "connections", "catchups")
@@ -198,7 +200,7 @@ def read_access(path: Path, verbs: Verbs, where: str = "--access-file") -> Acces
     """Read and check an access file. `where` begins the message of an error.
 
     Raises:
-        UsageError: with the line or key, what is wrong, and what to do. All faults of the file are in the message.
+        UsageError: with the line or key, what is wrong, and what to do. Up to MOST_FAULTS faults are in the message.
     """
     refuse_writable_by_others(path, where)
     return _checked(read_toml(path, f"{where}: "), verbs, f"{where}: {path}")
@@ -211,14 +213,20 @@ def parse_access(text: str, verbs: Verbs, where: str) -> AccessFile:
 
 def _checked(found: Mapping[str, Any], verbs: Verbs, where: str) -> AccessFile:
     reader = _Reader(verbs)
-    clients = reader.read(found)
+    clients: dict[str, Client] = {}
+    with suppress(_TooManyFaults):
+        clients = reader.read(found)
     if reader.faults:
         raise UsageError("\n".join(f"{where}: {fault}" for fault in reader.faults))
     return AccessFile(MappingProxyType(clients))
 
 
+class _TooManyFaults(Exception):
+    """The rest of the file is not looked at."""
+
+
 class _Reader:
-    """Checks the values of a file and collects the faults, so that the operator sees all of them at once."""
+    """Checks the values of a file and collects the faults, so that the operator sees many of them at once."""
 
     def __init__(self, verbs: Verbs) -> None:
         self.faults: list[str] = []
@@ -328,7 +336,11 @@ class _Reader:
             owners[value] = name
 
     def _fault(self, where: str, what: str) -> None:
-        self.faults.append(f"{where}: {what}")
+        """Note a fault. Raises _TooManyFaults."""
+        self.faults.append(f"{where[:200]}: {what}")
+        if len(self.faults) >= MOST_FAULTS:
+            self.faults.append("the rest of the file was not looked at")
+            raise _TooManyFaults
 
 
 def _digest(text: str) -> bytes:

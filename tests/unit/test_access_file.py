@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicad.config.access import MAX_DECISIONS, Client, Rule, Verbs, parse_access, read_access
+from replicad.config.access import MAX_DECISIONS, MOST_FAULTS, Client, Rule, Verbs, parse_access, read_access
 from replicad.config.recent import Recent
 from replicad.daemon.access import AccessControl, verbs_of
 from replicad.errors import UsageError
@@ -286,3 +286,22 @@ def test_an_event_that_names_a_stream_is_seen_only_by_who_may_list_it_also_when_
     other = Recent(2, 0.0, "info", "stream_removed", {"stream": "orders"})
     text = Recent(3, 0.0, "info", "request_refused", {"error": "there is no stream 'secret_a'"})
     assert [is_visible(each, caller) for each in (gone, other, text)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[client.a]\n" + "".join(f"allowx{number} = 1\n" for number in range(20_000)),
+        f'[client.a]\ntoken_sha256="{DIGEST}"\nallow=['
+        + ",".join(f'"raed{number} x"' for number in range(20_000))
+        + "]",
+        "".join(f"[client.c{number}]\n" for number in range(20_000)),
+        f'[client.a]\ntoken_sha256="{DIGEST}"\n"{"k" * 100_000}" = 1\n',
+    ],
+    ids=["keys", "verbs", "clients", "a long key"],
+)
+def test_a_file_of_faults_is_refused_by_a_short_message(text: str) -> None:
+    """At a reload the daemon waits for it, and logs it: 20,000 faults took 12 s and made a line of 2 MB."""
+    found = refused(text)
+    assert len(found) < 10_000
+    assert len(found.splitlines()) <= MOST_FAULTS + 1

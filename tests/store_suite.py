@@ -40,7 +40,7 @@ async def check_store(store: Store, insert: Insert) -> None:
     await rows.copy_vector({"a": (3, 3), "b": (5, 5)}, sink, others=(0, 5))
     assert tokens() == ["c 4"], "writers with nothing to read are none of the others"
     assert await rows.last_tokens(1, 4) == {"a": 3, "b": 2, "c": 4}
-    assert await store.taken(stream) >= 5
+    assert await store.taken(stream, 0) == 5
 
     await insert(6, "a", "poison")
     await insert(7, "b", "1")

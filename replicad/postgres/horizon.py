@@ -107,6 +107,7 @@ class Horizon:
         self._blockers = Blockers(self._sources, now)
         self._values = LastValues(self._blockers, inspect=self._inspect, inspect_soon=self._inspect_soon)
         self._likely: dict[int, float] = {}  # until when each poll reads these sequences
+        self._identified_upto = 0  # of the streams that rest: where the next check of their names begins
         self._all_at = 0.0  # from when on the next poll reads all sequences
         self._inspect_at = 0.0
         self._barrier_at = 0.0
@@ -293,13 +294,23 @@ class Horizon:
     ) -> None:
         """Find out which streams' ids may be rows of another table now. Column defaults were read before: the next poll
         notices one that is made after this look.
+
+        Of many streams, those that rest take turns: the first poll that moves one of them has its names compared
+        (horizon_holders.sql), and what differs is looked at here.
         """
+        now, turn = self._now(), range(self._identified_upto, self._identified_upto + FEW)
+        self._identified_upto = turn.stop if turn.stop < len(looked_at) else 0
+        asked = [
+            w
+            for place, w in enumerate(looked_at)
+            if place in turn or not w.inspected or w.strayed is not None or self._likely.get(w.relation, 0.0) > now
+        ]
         strayed: dict[int, str | None] = {}
-        for home in {w.source.identity.home for w in looked_at if w.source.identity is not None}:
+        for home in {w.source.identity.home for w in asked if w.source.identity is not None}:
             query = load_sql("horizon_identity").replace("{home}", home)
-            numbers = [w.source.identity.number for w in looked_at if w.source.identity is not None]
+            numbers = [w.source.identity.number for w in asked if w.source.identity is not None]
             strayed |= {row["number"]: row["reason"] for row in await connection.fetch(query, numbers)}
-        for watched in looked_at:
+        for watched in asked:
             if watched.source.identity is not None:
                 watched.strayed = strayed.get(watched.source.identity.number)
                 if not isinstance(watched.source, TableSource) and watched.sequence in found:

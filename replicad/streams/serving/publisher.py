@@ -202,8 +202,10 @@ class Publisher:
                 while True:
                     await trio.sleep(self._pace.look)
                     await self._look_contained()
-                    for serving in list(self._servings.values()):
-                        serving.report_obstacle()  # also where the look has failed
+                    troubled = self._troubles.names(KIND)
+                    for name, serving in list(self._servings.items()):
+                        if serving.is_obstructed or name in troubled:
+                            serving.report_obstacle()  # also where the look has failed
                         if serving.feed is not None:
                             serving.feed.tidy()
                     await self._note_published()
@@ -278,12 +280,16 @@ class Publisher:
             current = found.get(name)
             if current is None:
                 self._end(name, "it was removed")
-            elif (why := _why_to_end(serving, current)) is not None:
+                continue
+            at, epoch = noted.get(name, (0, ""))
+            missing = epoch == current.epoch and (current.noted is None or current.noted < at)
+            if serving.knows(current) and not missing:
+                continue
+            if (why := _why_to_end(serving, current)) is not None:
                 self._end(name, why)
             else:
                 serving.compare(current)
-                at, epoch = noted.get(name, (0, ""))
-                if epoch == current.epoch and (current.noted is None or current.noted < at):
+                if missing:
                     serving.fork(Fork("restored"))  # the note is missing, so rows may be missing too
                 serving.on_registered(current.writers.keys())
         self._report_faults(found)
@@ -296,7 +302,7 @@ class Publisher:
 
     async def _load_streams(self) -> Mapping[str, Stream]:
         """The registry. For a stream whose generation is no longer valid, begins the next one."""
-        obstructed = {name for name, serving in self._servings.items() if serving.obstacle is not None}
+        obstructed = {name for name, serving in self._servings.items() if serving.is_obstructed}
         found = await self._store.load_streams(self._troubles.names(KIND) | self._faulty.keys() | obstructed)
         if trio.current_time() >= self._readers_at and any(stream.lacks_reader for stream in found.values()):
             self._readers_at = trio.current_time() + READERS
@@ -309,7 +315,7 @@ class Publisher:
 
     def _is_new(self, stream: Stream) -> bool:
         serving = self._servings.get(stream.name)
-        return serving is None or _why_to_end(serving, stream) is not None
+        return serving is None or (not serving.knows(stream) and _why_to_end(serving, stream) is not None)
 
     def _end(self, name: str, why: str) -> None:
         self._servings.pop(name).stop(why)

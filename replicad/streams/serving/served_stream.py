@@ -67,6 +67,7 @@ class Serving:
         self.lag = Lag()
         self._context = context
         self._denied = stream.denied
+        self._compared: Stream | None = None  # the entry of the registry that was taken over completely
         self._registry_fault: str | None = None  # why the registry cannot be read
         self._published = None if published is None else (published.position, dict(published.per_writer))
         self._note: Note | None = None  # the last one; the present one if there is no feed
@@ -129,6 +130,11 @@ class Serving:
         failed = self._context.troubles.why(KIND, self.name)
         return self.obstacle or failed or why_unknown(self.reading)
 
+    @property
+    def is_obstructed(self) -> bool:
+        """Whether an obstacle has been reported and is not over."""
+        return self._reported is not None
+
     # --- for the publisher ---
 
     async def run(self) -> None:
@@ -179,7 +185,14 @@ class Serving:
             self._forked.set()  # it is tried again, whatever was in the way
         self._denied = found.denied
         self._registry_fault = None
+        self._compared = found if self.feed is not None and self._fork is None else None
         self.report_obstacle()
+
+    def knows(self, found: Stream) -> bool:
+        """Whether this very entry of the registry was compared before, and nothing is left to be done for it."""
+        if found is not self._compared or found.epoch != self.stream.epoch:
+            return False
+        return self._fork is None and self.over is None and self._registry_fault is None
 
     def on_registered(self, writers: Set[str]) -> None:
         """Take the names of the registered writers, those that are not retired; none while history may have forked.

@@ -207,7 +207,7 @@ async def test_a_service_that_is_begun_again_serves_the_same_streams(autojump_cl
         def fail() -> None:
             raise OSError("defect")
 
-        streams.publisher._servings["s"].report_obstacle = fail  # type: ignore[method-assign]
+        feed.tidy = fail  # type: ignore[method-assign]
         await settle(5)
         streams.positions.tell("s", 0)
         await settle(2)

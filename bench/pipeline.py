@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 from bench.report import Figure, Spread, amount, latency, percentile, rates
 from bench.spark import Bench, bench_on_spark
 from bench.system import Options, free_port
-from replicad.spark import pipeline, starting
+from replicad.spark import pipeline
 from replicad.spark.database import connection
-from replicad.spark.enrich import Changes, Enricher
+from replicad.spark.enrich import EnrichedRows, Enricher
 from replicad.spark.pipeline_config import PipelineConfig
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.base import Sink
@@ -32,7 +32,7 @@ from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.survey import Known
+from replicad.spark.tables import Known
 
 ROWS = 200_000  # that are enriched
 BACKFILL = 1_000_000  # rows that are put into each downstream
@@ -89,7 +89,7 @@ class Nowhere:
 class Made(Enricher):
     """Rows of the same form, made up in the task: all that enrichment costs but for Postgres."""
 
-    def _look_up(self, shard: int, touched: pa.Table) -> Changes:
+    def _look_up(self, shard: int, touched: pa.Table) -> EnrichedRows:
         ids = touched.column("id").combine_chunks()
         columns = {
             "id": ids,
@@ -100,13 +100,13 @@ class Made(Enricher):
             "_seq": touched.column("seq").combine_chunks(),
         }
         writes = pa.table([columns[name] for name in self.schema.names], schema=self.schema)
-        return Changes(writes, touched.slice(0, 0).rename_columns(["_shard", "id", "_seq"]))
+        return EnrichedRows(writes, touched.slice(0, 0).rename_columns(["_shard", "id", "_seq"]))
 
 
 def _enrichment(options: Options, bench: Bench) -> Figure:
     """The same touches through the same pipeline, in turn with rows out of Postgres and with rows out of nothing."""
     rows = options.sized(ROWS)
-    real, floor = starting.make_enricher, _made_enricher
+    real, floor = pipeline.make_enricher, _made_enricher
     mine: list[float] = []
     made: list[float] = []
     for number in range(options.runs + 1):  # the first one warms the workers up
@@ -135,7 +135,7 @@ def _made_enricher(config: PipelineConfig, known: Known | None = None) -> Enrich
     return Made(enricher.url, enricher.layout, enricher.chunk)
 
 
-_real_enricher = starting.make_enricher
+_real_enricher = pipeline.make_enricher
 
 
 # --- backfills ---

@@ -11,11 +11,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicad.spark.pipeline_file import DOWNSTREAMS, ENRICH, RUN, SOURCE, Key
+from replicad.spark.pipeline_file import DOWNSTREAMS, ENRICH, RUN, SOURCE, PipelineKey
 
 PAGE = Path(__file__).parents[1] / "docs/pipeline-file.md"
 SECTION = re.compile(r"(<!-- keys of ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-TABLES: dict[str, Sequence[Key]] = {
+TABLES: dict[str, Sequence[PipelineKey]] = {
     "source": SOURCE,
     "enrich": ENRICH,
     "run": RUN,
@@ -28,13 +28,13 @@ def render(page: str) -> str:
     return SECTION.sub(lambda found: found[1] + table(TABLES[found[2]]) + found[3], page)
 
 
-def table(keys: Sequence[Key]) -> str:
+def table(keys: Sequence[PipelineKey]) -> str:
     """The rows of one section, with blank lines around them."""
     rows = [f"| `{key.name}` | {key.type} | {default(key)} | {key.help} |" for key in keys]
     return "\n".join(["", "| key | type | default | meaning |", "|---|---|---|---|", *rows, "", ""])
 
 
-def default(key: Key) -> str:
+def default(key: PipelineKey) -> str:
     """How a default is shown."""
     if key.required:
         return "required"

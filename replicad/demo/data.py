@@ -110,15 +110,15 @@ async def fill_shard(db: Database, shard: Shard) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class CityChanges:
     """The number of rows that were updated, deleted and inserted."""
 
     updated: int = 0
     deleted: int = 0
     inserted: int = 0
 
-    def __add__(self, other: Changes) -> Changes:
-        return Changes(self.updated + other.updated, self.deleted + other.deleted, self.inserted + other.inserted)
+    def __add__(self, other: CityChanges) -> CityChanges:
+        return CityChanges(self.updated + other.updated, self.deleted + other.deleted, self.inserted + other.inserted)
 
     @property
     def total(self) -> int:
@@ -126,14 +126,14 @@ class Changes:
         return self.updated + self.deleted + self.inserted
 
 
-async def change_shard(db: Database, shard: Shard) -> Changes:
+async def change_shard(db: Database, shard: Shard) -> CityChanges:
     """Update every 10th city, delete every 97th and insert one beside every 101st, in three transactions."""
     counts = []
     for name in ("update", "delete", "insert"):
         async with db.connection() as connection, connection.transaction():
             await connection.execute(f"SET LOCAL search_path TO {quote_ident(shard.schema)}")
             counts.append(await _affected(connection, (_SQL / f"{name}.sql").read_text(encoding="utf-8")))
-    return Changes(*counts)
+    return CityChanges(*counts)
 
 
 async def make_census(db: Database) -> None:
@@ -141,7 +141,7 @@ async def make_census(db: Database) -> None:
     await db.execute((_SQL / "census.sql").read_text(encoding="utf-8"))
 
 
-async def note_census(db: Database, shard: Shard, changes: Changes) -> None:
+async def note_census(db: Database, shard: Shard, changes: CityChanges) -> None:
     """Insert the row of the census with the changes of a shard."""
     sql = (_SQL / "note.sql").read_text(encoding="utf-8")
     await db.execute(sql, shard.number, changes.updated, changes.deleted, changes.inserted)
@@ -159,3 +159,62 @@ async def read_rows(db: Database, shards: Iterable[Shard]) -> dict[int, tuple[An
         for row in await db.fetch(f"SELECT {', '.join(COLUMNS)} FROM {shard.table}"):
             found[row["id"]] = tuple(row)
     return found
+
+
+Rows = Mapping[int, tuple[Any, ...]]
+
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CopyComparison:
+    """The counts of rows on both sides, and the ids of rows that are on one side only or differ."""
+
+    left: int
+    right: int
+    equal: int
+    missing: tuple[int, ...]
+    superfluous: tuple[int, ...]
+    different: tuple[int, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both sides have the same rows with the same values."""
+        return not (self.missing or self.superfluous or self.different)
+
+    def describe(self) -> str:
+        """The differences, with some ids, for people."""
+        kinds = (("missing", self.missing), ("superfluous", self.superfluous), ("different", self.different))
+        return "; ".join(
+            f"{len(ids):,} {what} downstream, e.g. {', '.join(map(str, ids[:_EXAMPLES]))}" for what, ids in kinds if ids
+        )
+
+
+def compare(left: Rows, right: Rows) -> CopyComparison:
+    """Compare rows by id; `right` is the downstream."""
+    both = left.keys() & right.keys()
+    different = sorted(i for i in both if left[i] != right[i])
+    return CopyComparison(
+        left=len(left),
+        right=len(right),
+        equal=len(both) - len(different),
+        missing=tuple(sorted(left.keys() - both)),
+        superfluous=tuple(sorted(right.keys() - both)),
+        different=tuple(different),
+    )
+
+
+def read_downstream(folder: Path) -> dict[int, tuple[Any, ...]]:
+    """All rows of the Parquet copy, by id, in the order of COLUMNS.
+
+    Raises:
+        UsageError: there is no copy in that folder.
+        ValueError: an id is in it twice.
+    """
+    from replicad.spark.sinks import parquet  # noqa: PLC0415 - pyarrow is slow to import
+
+    table = parquet.table(folder).select(list(COLUMNS))
+    rows = dict(zip(table.column("id").to_pylist(), zip(*table.to_pydict().values(), strict=True), strict=True))
+    if len(rows) != len(table):
+        raise ValueError(f"{len(table) - len(rows)} ids are in {folder} more than once")
+    return rows

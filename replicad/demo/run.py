@@ -5,36 +5,304 @@ It runs the commands that it prints. All figures are counted, and both sides are
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
+import click
 import trio
 
-from replicad.config.settings import Address
+from replicad.config.settings import Address, parse_address
 from replicad.demo import data
-from replicad.demo.check import Comparison, compare, read_downstream
-from replicad.demo.follow import TUBE, RunningPipeline, running_pipeline, write_config
-from replicad.demo.processes import clean_environment, running_daemon, until_interrupted
-from replicad.demo.show import Show, program
-from replicad.demo.words import QUERY, next_steps
+from replicad.demo.data import CopyComparison, compare, read_downstream
 from replicad.errors import EnvironmentRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import embedded_postgres, reachable
-from replicad.postgres.programs import SHARED
-from replicad.spark.java import find_java
+from replicad.postgres.programs import SHARED, find_programs
+from replicad.spark.session import find_java
+from replicad.terminal.output import echo
+
+_EVERY = 5.0  # seconds between two lines of progress if stdout is not a terminal
+
+
+class Show:
+    """Prints to stdout. On a terminal progress stays on one line."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._progress_at = 0.0
+        self._on_line = False
+        self._step = 0
+
+    def step(self, text: str) -> None:
+        """Print the heading of the next step."""
+        self._step += 1
+        self._end_line()
+        echo(f"\n{self._step}. {text}", bold=True)
+
+    def line(self, text: str) -> None:
+        """Print text, indented."""
+        self._end_line()
+        for part in text.splitlines():
+            echo(f"   {part}".rstrip())
+
+    def command(self, *words: str) -> None:
+        """Print the command that is run now, as people type it."""
+        self._end_line()
+        echo("   $ " + " ".join([program(), *words]), fg="cyan")
+
+    def progress(self, text: str) -> None:
+        """Print the progress of a long step: in place on a terminal, otherwise every `_EVERY` seconds."""
+        now = time.monotonic()
+        if self._terminal:
+            width = shutil.get_terminal_size().columns - 4
+            click.echo("\r", nl=False)  # noqa: TID251 - to the beginning of the line
+            echo(f"   {text[:width]:<{width}}", nl=False)
+            self._on_line = True
+        elif now - self._progress_at >= _EVERY:
+            self._progress_at = now
+            echo(f"   {text}")
+
+    def figures(self, rows: Iterable[tuple[str, int | float | str]]) -> None:
+        """Print figures, one per line, numbers to the right."""
+        shown = [(name, value if isinstance(value, str) else f"{value:,}") for name, value in rows]
+        width = max(len(name) for name, _ in shown)
+        for name, value in shown:
+            self.line(f"{name:<{width}}  {value:>12}")
+
+    def _end_line(self) -> None:
+        if self._on_line:
+            echo()
+            self._on_line = False
+
+
+def program() -> str:
+    """How to call `replicad` from this shell: by its name if it is on PATH, otherwise by its path."""
+    beside = Path(sys.executable).with_name("replicad")
+    found = shutil.which("replicad")
+    if found is not None and Path(found).resolve() == beside.resolve():
+        return "replicad"
+    if not beside.exists():
+        return f"{near(Path(sys.executable))} -m replicad"
+    return str(near(beside))
+
+
+def near(path: Path) -> Path:
+    """The path relative to the current folder if it lies below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+QUERY = """\
+from replicad.spark.sinks import parquet
+
+cities = parquet.table("{folder}")
+by_country = cities.group_by("country").aggregate([("id", "count"), ("population", "sum")])
+answer = by_country.sort_by([("population_sum", "descending")]).slice(0, 5).to_pandas()"""
+
+NEXT = """\
+
+Now try it yourself. Serve the data of this demonstration again, or your own Postgres:
+
+  {program} serve --data-folder {folder}/postgres
+  {program} serve --database postgresql://user@host/name
+
+Send commands by hand, in another terminal:
+
+  nc 127.0.0.1 9009
+  REPLICATE census EARLIEST        the rows of a stream, old and new
+  TUBE cities                      the number of its partitions
+  CLAIM cities 0/1                 lease the whole tube, then read it: PODS cities 0/1 TERM limit=5
+
+Change rows in a third terminal, and watch:
+
+  {psql} '{url}' \\
+    -c "UPDATE shard_0003.cities SET name = upper(name)"
+
+Read it with Spark:
+
+  from replicad.spark import build_session
+
+  spark = build_session("touches")  # or a session of your own, after replicad.spark.register(session)
+  touches = spark.readStream.format("replicad").option("tube", "cities").load()
+  touches.writeStream.format("console").option("checkpointLocation", "/tmp/touches").start().awaitTermination()
+
+The copy is in {folder}/downstream, the logs are in {folder}. Read on in README.md."""
+
+
+def next_steps(folder: Path, url: str) -> str:
+    """What to type next; `url` is that of the demonstration's Postgres."""
+    return NEXT.format(program=program(), folder=folder, psql=near(find_programs() / "psql"), url=url)
+
+
+_START = 60.0  # seconds for a daemon to listen; installing the schema on a slow disk takes a few
+_STOP = 8.0  # seconds between SIGTERM and SIGKILL; the daemon ends within 5
+_LOOK = 0.02  # seconds between two checks of a file or a process
+
+
+@asynccontextmanager
+async def until_interrupted() -> AsyncIterator[None]:
+    """SIGINT, SIGTERM and SIGHUP cancel the block. After its clean-up KeyboardInterrupt is raised."""
+    interrupted = False
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+        async with trio.open_nursery() as nursery:
+
+            async def listen() -> None:
+                nonlocal interrupted
+                async for _ in signals:
+                    interrupted = True
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(listen)
+            yield
+            nursery.cancel_scope.cancel()
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+@asynccontextmanager
+async def running(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> AsyncIterator[trio.Process]:
+    """Run a command with its output in the file `log`. The end of the block ends it and its children."""
+    with log.open("wb") as output:
+        process = await trio.lowlevel.open_process(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        with trio.CancelScope(shield=True):
+            await end(process)
+
+
+async def end(process: trio.Process) -> None:
+    """End a process that leads a session: SIGTERM, and after `_STOP` seconds SIGKILL to it and its children."""
+    process.terminate()
+    with trio.move_on_after(_STOP):
+        await process.wait()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The environment without the user's settings (`REPLICAD_*`), and with `more`."""
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("REPLICAD_")}, **more}
+
+
+@asynccontextmanager
+async def running_daemon(url: str, folder: Path) -> AsyncIterator[Address]:
+    """Run `replicad serve` on the database at `url` and a free port of the loopback; yields its address.
+
+    Raises:
+        EnvironmentRefused: it ended, or does not listen in time; the message has the last line of its log.
+    """
+    ready, log = folder / "daemon.address", folder / "daemon.log"
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+    async with running(command, log, clean_environment(REPLICAD_DATABASE=url)) as process:
+        with trio.move_on_after(_START):
+            while process.poll() is None and not ready.exists():
+                await trio.sleep(_LOOK)
+        if not ready.exists():
+            raise EnvironmentRefused(f"the daemon did not start: {last_line(log)} (its log is {log})")
+        yield parse_address(ready.read_text(encoding="utf-8").strip())
+
+
+def last_line(log: Path) -> str:
+    """The last line of a file that is not blank, at most 300 characters of it."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it logged nothing"
+
+
+TUBE = "cities"
+_COUNTED = ("pods", "ids", "written", "deleted")  # fields of the event `batch_done`
+CONFIG = """\
+# The pipeline of the demonstration. Run it again with: replicad pipeline run {path}
+
+[source]                      # options of spark.readStream.format("replicad")
+tube = "{tube}"
+host = "{host}"
+port = {port}
+maxBackfillPodsPerTrigger = 100
+
+[enrich]                      # where the rows of the touched ids are; REPLICAD_DATABASE overrides it
+database = "{database}"
+table = "shard_{{shard:04d}}.cities"
+
+[downstream]
+kind = "parquet"
+folder = "downstream"
+
+[run]
+checkpoint = "checkpoint"
+trigger = "500ms"
+"""
+
+
+@dataclass
+class RunningPipeline:
+    """A running pipeline, and the sums of the counts that it has logged: batches, pods, ids, written, deleted."""
+
+    process: trio.Process
+    log: Path
+    counts: Counter[str] = field(default_factory=Counter)
+    _file: IO[str] | None = field(default=None, repr=False)
+    _rest: str = ""
+
+    def update(self) -> None:
+        """Add the counts that were logged since the last call.
+
+        Raises:
+            EnvironmentRefused: the pipeline has ended; the message has the last line of its log.
+        """
+        self._file = self._file or self.log.open(encoding="utf-8", errors="replace")
+        *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and event.get("event") == "batch_done":
+                self.counts.update({"batches": 1, **{name: event[name] for name in _COUNTED}})
+        if self.process.poll() is not None:
+            raise EnvironmentRefused(f"the pipeline ended: {last_line(self.log)} (its log is {self.log})")
+
+
+def write_config(folder: Path, server: Address, database: str) -> Path:
+    """Write the pipeline's configuration into the folder and return its path."""
+    path = folder / "pipeline.toml"
+    text = CONFIG.format(path=path, tube=TUBE, host=server.host, port=server.port, database=database)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@asynccontextmanager
+async def running_pipeline(folder: Path, config: Path, url: str) -> AsyncIterator[RunningPipeline]:
+    """Run the pipeline in another process, with its logs in the folder, until the end of the block."""
+    log = folder / "pipeline.log"
+    command = [
+        sys.executable, "-m", "replicad", "pipeline", "run", str(config),
+        "--log-format", "json", "--spark-log", str(folder / "spark.log"),
+    ]  # fmt: skip
+    async with running(command, log, clean_environment(REPLICAD_DATABASE=url)) as process:
+        yield RunningPipeline(process, log)
+
 
 PARTITIONS = 4  # of the tube: as many tasks as Spark runs at once on a usual machine
 
-_LOOK = 0.2  # seconds between two checks of the pipeline's progress
+_PROGRESS_LOOK = 0.2  # seconds between two checks of the pipeline's progress
 _PATIENCE = 300.0  # seconds without progress of the pipeline after which the demonstration fails
 
 
@@ -46,7 +314,7 @@ class Demo:
     show: Show = field(default_factory=Show)
     url: str = ""
     loaded: int = 0
-    changes: data.Changes = field(default_factory=data.Changes)
+    changes: data.CityChanges = field(default_factory=data.CityChanges)
 
     async def run(self) -> bool:
         """Run the demonstration. True if both sides were equal in both comparisons.
@@ -119,7 +387,7 @@ class Demo:
 
     async def _follow(
         self, db: Database, pipeline: RunningPipeline, shards: Sequence[data.Shard], what: str
-    ) -> Comparison:
+    ) -> CopyComparison:
         """Wait until the tube is empty, and compare."""
         began = time.monotonic()
         moved, ids = began, -1
@@ -136,7 +404,7 @@ class Demo:
                 break
             doing = f"{ids:,} ids read" if ids else "Spark is starting"
             self.show.progress(f"{doing}, {int(waiting):,} pods wait, {time.monotonic() - began:.0f} s")
-            await trio.sleep(_LOOK)
+            await trio.sleep(_PROGRESS_LOOK)
         pipeline.update()
         found = compare(await data.read_rows(db, shards), read_downstream(self.folder / "downstream"))
         seconds = time.monotonic() - began
@@ -149,7 +417,7 @@ class Demo:
 
     async def _change(self, db: Database, shards: Sequence[data.Shard], server: Address) -> None:
         self.show.step("Changing, deleting and inserting rows, as an application would")
-        self.changes = data.Changes()
+        self.changes = data.CityChanges()
         for shard in shards:
             done = await data.change_shard(db, shard)
             await data.note_census(db, shard, done)
@@ -169,7 +437,9 @@ class Demo:
         exec(text, names)  # noqa: S102 - the text above
         self.show.line(str(names["answer"]))
 
-    def _summary(self, pipeline: RunningPipeline, first: Comparison, second: Comparison, seconds: float) -> bool:
+    def _summary(
+        self, pipeline: RunningPipeline, first: CopyComparison, second: CopyComparison, seconds: float
+    ) -> bool:
         self.show.step(f"Summary, after {seconds:.0f} s")
         self.show.figures(
             [

@@ -8,37 +8,143 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from replicad.errors import DownstreamError, TableUnreadable, UsageError
 from replicad.eventlog import get_logger
 from replicad.spark.checkpoint import PARKED, Checkpoint
-from replicad.spark.enrich import Changes, Enricher, conform
+from replicad.spark.enrich import EnrichedRows, Enricher, conform
 from replicad.spark.explaining import explain
+from replicad.spark.parking import SuspectShards
 from replicad.spark.reports import BatchReport, PipelineResult, StepResult
-from replicad.spark.setting_aside import Suspects
-from replicad.spark.sinks.base import BatchId, Shape, Sink
-from replicad.spark.tasks import (
-    DELETE,
-    KIND,
-    NOTE,
-    STATISTICS,
-    SUMMARY_DDL,
-    WRITE,
-    enriched_schema,
-    run_enrichment,
-    run_sink,
-    run_whole,
-)
-from replicad.spark.touches import Control
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.touches import Control, Touches, collect
 from replicad.tubes.columns import schema as pods_schema
+
+Batches = Iterator[pa.RecordBatch]
+
+SUMMARY_DDL = (
+    "pods bigint, ids bigint, `distinct` bigint, oldest double, controls string, "
+    "written bigint, deleted bigint, repeated boolean, note string"
+)
+_ARROW = {"bigint": pa.int64(), "double": pa.float64(), "string": pa.string(), "boolean": pa.bool_()}
+_SUMMARY = pa.schema(
+    [(name.strip("`"), _ARROW[kind]) for name, kind in (column.split() for column in SUMMARY_DDL.split(", "))]
+)
+KIND, NOTE = "_kind", "_note"
+WRITE, DELETE, STATISTICS = "W", "D", "S"
+_TASK_BITS = 16  # of a task's number; the bits above are the number of tasks that write after a transform
+
+
+@dataclass(frozen=True, slots=True)
+class LookUps(Iterable[EnrichedRows]):
+    """The changes for some touches. Every iteration looks up the rows again."""
+
+    enricher: Enricher
+    touches: pa.Table
+
+    def __iter__(self) -> Iterator[EnrichedRows]:
+        return self.enricher.changes(self.touches)
+
+
+def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: BatchId) -> Callable[[Batches], Batches]:
+    """Deduplicate, look up, write: for `mapInArrow` on the source's rows."""
+
+    def work(batches: Batches) -> Batches:
+        touches = collect(batches)
+        applied = Applied()
+        if touches.table.num_rows:
+            applied = sink.apply(shape, batch, _task_number(), LookUps(enricher, touches.table))
+        yield _summary(touches, applied)
+
+    return work
+
+
+def enriched_schema(enricher: Enricher) -> pa.Schema:
+    """The schema of what `run_enrichment` yields: the columns of the rows, `_shard`, `_seq`, `_kind`, `_note`."""
+    return pa.schema([*enricher.schema, (KIND, pa.string()), (NOTE, pa.string())])
+
+
+def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
+    """Deduplicate and look up: rows to write, keys to delete, and the task's counts, distinguished by `_kind`."""
+    schema = enriched_schema(enricher)
+
+    def labelled(table: pa.Table, kind: str, note: str | None = None) -> Batches:
+        count = table.num_rows
+        table = table.append_column(KIND, pa.repeat(pa.scalar(kind), count))
+        table = table.append_column(NOTE, pa.repeat(pa.scalar(note, pa.string()), count))
+        yield from conform(table, schema).to_batches(max_chunksize=20_000)
+
+    def work(batches: Batches) -> Batches:
+        touches = collect(batches)
+        for change in enricher.changes(touches.table):
+            yield from labelled(change.writes, WRITE)
+            yield from labelled(change.deletes, DELETE)
+        counts = json.dumps(_counts(touches))
+        yield from labelled(pa.table({"_shard": pa.array([0], pa.int32())}), STATISTICS, counts)
+
+    return work
+
+
+def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[Batches], Batches]:
+    """Write what a transform returned (`_kind` W) and delete the touched ids (`_kind` D) that it did not return.
+
+    All rows of a shard are in one of the `tasks` tasks.
+    """
+
+    def work(batches: Batches) -> Batches:
+        held = list(batches)
+        if not held:
+            return
+        rows = pa.Table.from_batches(held)
+        kind = rows.column(KIND)
+        writes = conform(rows.filter(pc.equal(kind, WRITE)), shape.schema)
+        touched = conform(rows.filter(pc.equal(kind, DELETE)), shape.keys)
+        absent = touched.join(writes.select(["_shard", shape.id]), keys=["_shard", shape.id], join_type="left anti")
+        changes = [EnrichedRows(writes, conform(absent, shape.keys))]
+        applied = sink.apply(shape, batch, tasks << _TASK_BITS | _task_number(), changes)
+        yield _summary(None, applied)
+
+    return work
+
+
+def _task_number() -> int:
+    context = TaskContext.get()
+    return context.partitionId() if context is not None else 0
+
+
+def _counts(touches: Touches | None) -> dict[str, object]:
+    if touches is None:
+        return {"pods": 0, "ids": 0, "distinct": 0, "oldest": None, "controls": "[]"}
+    controls = [[control.seq, control.shard, control.payload] for control in touches.controls]
+    return {
+        "pods": touches.pods,
+        "ids": touches.ids,
+        "distinct": touches.table.num_rows,
+        "oldest": touches.oldest,
+        "controls": json.dumps(controls),
+    }
+
+
+def _summary(touches: Touches | None, applied: Applied) -> pa.RecordBatch:
+    row = {
+        **_counts(touches),
+        "written": applied.written,
+        "deleted": applied.deleted,
+        "repeated": applied.repeated,
+        "note": applied.note,
+    }
+    return pa.RecordBatch.from_pylist([row], schema=_SUMMARY)
+
 
 GARBAGE_PER_STEP = 100_000  # stale ids per request to the downstream: bounds the driver's memory
 _FRUITLESS_STEPS = 10  # steps of garbage collection after which the downstream may still return the same ids
@@ -68,7 +174,7 @@ class BatchRunner:
     error: BaseException | None = None
     busy: bool = False
     first: int | None = None  # number of the first batch since the start
-    suspects: Suspects | None = None
+    suspects: SuspectShards | None = None
     unreadable: dict[int, str] = field(default_factory=dict)
     _unmarked: bool = False
 
@@ -236,11 +342,11 @@ def _touch(spark: SparkSession, control: Control, ids: pa.Array) -> DataFrame:
 
 
 def transform_changes(
-    spark: SparkSession, transform: Callable[[DataFrame], DataFrame], shape: Shape, changes: Changes
-) -> Changes:
+    spark: SparkSession, transform: Callable[[DataFrame], DataFrame], shape: Shape, changes: EnrichedRows
+) -> EnrichedRows:
     """The changes after the transform, on the driver, without the deletes of rows that it leaves out."""
     rows = transform(spark.createDataFrame(changes.writes)).select(*shape.schema.names).toArrow()
-    return Changes(conform(rows, shape.schema), changes.deletes)
+    return EnrichedRows(conform(rows, shape.schema), changes.deletes)
 
 
 def _collect(frame: DataFrame) -> list[dict[str, Any]]:

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from replicad.errors import EnvironmentRefused, UsageError
-from replicad.spark.places import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyspark.sql import SparkSession
+
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def local_path(text: str) -> Path | None:
+    """The path, also of a `file:` URI; None: a URI of another file system."""
+    found = _URI.match(text)
+    if found is None:
+        return Path(text).expanduser()
+    if found[1].lower() != "file":
+        return None
+    return Path(unquote(urlsplit(text).path))
+
+
+def place_of(text: str) -> Path | str:
+    """The path, or the URI as it was written: `Path` makes one slash of two."""
+    local = local_path(text)
+    return re.sub(r"^([A-Za-z0-9+.-]+):/(?!/)", r"\1://", text) if local is None else local
+
+
+def below(folder: Path, text: str) -> str:
+    """A path relative to `folder`, as text; a URI stays as it is."""
+    return text if _URI.match(text) else str(folder / Path(text).expanduser())
+
 
 DOWNSTREAM = "replicad-downstream"  # what the downstream says of itself; Spark's own files have other names
 PARKED = "replicad.parked"  # pods of a batch that may be replayed were parked

@@ -33,7 +33,7 @@ KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class EnrichedRows:
     """The changes for one chunk of touches. `writes`: the current rows, then _shard and _seq; `deletes`: _shard, id,
     _seq.
     """
@@ -59,10 +59,10 @@ class Enricher:
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of `Changes.writes`."""
+        """The schema of `EnrichedRows.writes`."""
         return pa.schema([*self.layout.schema, *KEYS])
 
-    def changes(self, touches: pa.Table) -> Iterator[Changes]:
+    def changes(self, touches: pa.Table) -> Iterator[EnrichedRows]:
         """Look up touches (deduplicated and sorted, see `touches`), chunk by chunk.
 
         Raises:
@@ -94,7 +94,7 @@ class Enricher:
         others = [shard for source in self.layout.sources for shard in source.examples if shard not in except_for]
         return any(not self.unreadable([shard]) for shard in others[:_TRIED])
 
-    def _look_up(self, shard: int, touched: pa.Table) -> Changes:
+    def _look_up(self, shard: int, touched: pa.Table) -> EnrichedRows:
         located = self.layout.query(shard)
         if located is None:
             covered = "; ".join(f"{source.rule.shards.text}: {source.rule.table}" for source in self.layout.sources)
@@ -122,7 +122,7 @@ class Enricher:
         seqs = touched.column("seq").take(pc.index_in(known, value_set=ids))
         shards = pa.repeat(pa.scalar(shard, pa.int32()), len(rows))
         writes = rows.append_column(KEYS.field("_shard"), shards).append_column(KEYS.field("_seq"), seqs)
-        return Changes(writes, absent.rename_columns(["_shard", self.layout.id, "_seq"]))
+        return EnrichedRows(writes, absent.rename_columns(["_shard", self.layout.id, "_seq"]))
 
 
 def _fetch(driver: Any, query: str, ids: pa.Array) -> pa.Table:

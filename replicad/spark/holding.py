@@ -19,8 +19,7 @@ from typing import Self, TypeVar
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, CursorAhead, DatabaseUnavailable, LeaseHeld, LeaseLost, ReplicadError
 from replicad.protocol.tokens import Cursor
-from replicad.spark.connecting import endpoint_of, retries_of
-from replicad.spark.options import SourceOptions
+from replicad.spark.options import SourceOptions, endpoint_of, retries_of
 from replicad.tubes.commands import CursorAt, Part
 
 T = TypeVar("T")

@@ -21,15 +21,15 @@ VERSION = 1  # of the JSON form; other versions are refused
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TubeCursor:
     """A place in one partition: the cursor, and how many pods the query has read up to there."""
 
     cursor: Cursor = START
     pods: int = 0
 
-    def advanced(self, cursor: Cursor, pods: int) -> Place:
+    def advanced(self, cursor: Cursor, pods: int) -> TubeCursor:
         """The place at `cursor`, after reading `pods` more pods."""
-        return Place(cursor, self.pods + pods)
+        return TubeCursor(cursor, self.pods + pods)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Range:
 class TubeOffset:
     """A place in every partition of a tube; `places[i]` belongs to partition i of `len(places)`."""
 
-    places: tuple[Place, ...]
+    places: tuple[TubeCursor, ...]
 
     @staticmethod
     def tube_of(value: Mapping[str, Any]) -> tuple[str | None, int | None]:
@@ -59,7 +59,7 @@ class TubeOffset:
     @classmethod
     def beginning(cls, partitions: int) -> Self:
         """The offset before the first pod of a tube with that many partitions."""
-        return cls((Place(),) * partitions)
+        return cls((TubeCursor(),) * partitions)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -117,7 +117,7 @@ class TubeOffset:
         same = self.partitions == end.partitions
         ranges = []
         for number, upto in enumerate(end.places):
-            after = self.places[number] if same and _not_behind(self.places[number], upto) else Place()
+            after = self.places[number] if same and _not_behind(self.places[number], upto) else TubeCursor()
             if upto != after:
                 ranges.append(Range(end.part(number), after.cursor, upto.cursor, upto.pods - after.pods))
         return ranges
@@ -147,14 +147,14 @@ class StreamOffset:
         return {"t": str(self.token), "v": VERSION}
 
 
-def _place(value: Mapping[str, Any]) -> Place:
+def _place(value: Mapping[str, Any]) -> TubeCursor:
     backfill, pods, regular = (value[key] for key in ("b", "c", "r"))
     if not all(type(number) is int and number >= 0 for number in (backfill, pods, regular)):
         raise ValueError("not a place")
-    return Place(Cursor(regular, backfill), pods)
+    return TubeCursor(Cursor(regular, backfill), pods)
 
 
-def _not_behind(start: Place, end: Place) -> bool:
+def _not_behind(start: TubeCursor, end: TubeCursor) -> bool:
     return (
         start.cursor.regular <= end.cursor.regular
         and start.cursor.backfill <= end.cursor.backfill

@@ -1,7 +1,7 @@
 """The options of `spark.readStream.format("replicad")`, checked before anything connects.
 
 `OPTIONS` has the name, the default, the parser and the use of each option. An option that is unknown, invalid or in
-conflict with another is refused; none is ignored.
+conflict with another is refused; none is ignored. `endpoint_of` and `retries_of` make the connection of a query.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
 from typing import Any
 
+from replicad.client.blocking_client import Endpoint
 from replicad.config.declaring import Setting, choice_of, seconds, text_of, whole_number
-from replicad.config.secrets import word
+from replicad.config.secrets import read_token, word
 from replicad.errors import BadToken, UsageError
 from replicad.protocol.tokens import Vector
+from replicad.retry import Backoff, Retries
 from replicad.tubes.commands import ENCODINGS
 
 EARLIEST, LATEST = "earliest", "latest"
@@ -56,13 +58,13 @@ def _encoding(text: str) -> str:
     return choice_of(AUTO, *ENCODINGS)(text.lower())
 
 
-def _islands(text: str) -> tuple[Island, ...]:
+def _islands(text: str) -> tuple[IslandAddress, ...]:
     found = []
     for entry in text.split(","):
         parsed = re.fullmatch(r"\s*(?:([^\s=,\"]{1,100})=)?(\[[0-9A-Fa-f:.]+\]|[^\s:=\[\]]+):([0-9]{1,5})\s*", entry)
         if parsed is None or not 1 <= int(parsed[3]) <= 65535:
             raise ValueError("give daemons such as east=db1:9009,west=db2:9009")
-        found.append(Island(parsed[1] or f"{parsed[2]}:{parsed[3]}", parsed[2].strip("[]"), int(parsed[3])))
+        found.append(IslandAddress(parsed[1] or f"{parsed[2]}:{parsed[3]}", parsed[2].strip("[]"), int(parsed[3])))
     if len({island.name for island in found}) < len(found):
         raise ValueError("give each island a different name")
     if len(found) > MOST_ISLANDS:
@@ -81,7 +83,7 @@ def _starting_offsets(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Island:
+class IslandAddress:
     """One of several daemons that a query reads, each with its own database. The checkpoint has it by its name."""
 
     name: str
@@ -102,7 +104,7 @@ class SourceOptions:
 
     host: str = _option("host", word, "127.0.0.1", Use.ALL, "host of the daemon")
     port: int = _option("port", whole_number, 9009, Use.ALL, "port of the daemon", 1, 65535)
-    islands: tuple[Island, ...] | None = _option(
+    islands: tuple[IslandAddress, ...] | None = _option(
         "islands",
         _islands,
         None,
@@ -291,3 +293,36 @@ def _unknown(key: str) -> UsageError:
 
 def _listed() -> str:
     return "The options are " + ", ".join(option.name for option in OPTIONS)
+
+
+LONGEST_PAUSE = 5.0  # seconds between two tries
+
+
+def endpoint_of(options: SourceOptions, *, timeout: float | None = None) -> Endpoint:
+    """Where to connect to. Reads the file of the token.
+
+    `timeout` in seconds, for the connection and for an answer, overrides those of the options.
+
+    Raises:
+        UsageError: the file of the token cannot be read.
+    """
+    return Endpoint(
+        options.host,
+        options.port,
+        token=options.token if options.token_file is None else read_token(options.token_file, "option tokenFile"),
+        server_name=options.server_name,
+        connect_timeout=options.connect_timeout if timeout is None else timeout,
+        tls_ca=options.tls_ca,
+        **({} if timeout is None else {"answer_timeout": timeout}),
+    )
+
+
+def retries_of(options: SourceOptions) -> Retries:
+    """The number of retries and the pauses of the options."""
+    return Retries(options.retry_interval, LONGEST_PAUSE, most=options.num_retries)
+
+
+def patience_of(options: SourceOptions) -> float:
+    """The sum in seconds of all pauses, for clients that retry by themselves."""
+    backoff = Backoff(options.retry_interval, LONGEST_PAUSE)
+    return sum(backoff.whole(tries) for tries in range(options.num_retries))

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from replicad.config.declaring import seconds
 from replicad.errors import UsageError
+from replicad.spark.checkpoint import place_of
+from replicad.spark.columns import DECIMAL, NUMERIC_FORMS, PARK, RANGE_FORMS, ColumnForms
 from replicad.spark.options import SourceOptions, parse_options
-from replicad.spark.places import place_of
-from replicad.spark.reading_columns import DECIMAL, NUMERIC_FORMS, PARK, RANGE_FORMS, Reading
 from replicad.spark.sinks.base import Sink
-from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS, WIDER_TYPE_FORMS
-from replicad.spark.tables import TableRule
+from replicad.spark.tables import FOLLOW, NEW_COLUMN_FORMS, WIDER_TYPE_FORMS, TableRule
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -125,9 +124,9 @@ class PipelineConfig:
         return (TableRule(self.table),) if isinstance(self.table, str) else tuple(self.table)
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ColumnForms:
         """How the columns of the tables are read."""
-        return Reading(self.numeric, self.out_of_range, exact=self.sink.casts and self.transform is None)
+        return ColumnForms(self.numeric, self.out_of_range, exact=self.sink.casts and self.transform is None)
 
     @property
     def source_options(self) -> dict[str, str]:

@@ -14,18 +14,17 @@ from typing import Any
 
 from replicad.config.declaring import load_object, read_toml, seconds
 from replicad.errors import ReplicadError, UsageError
+from replicad.spark.checkpoint import below
+from replicad.spark.columns import DECIMAL, NUMERIC_FORMS, PARK, RANGE_FORMS
 from replicad.spark.options import OPTIONS, USES, Use
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, IDS_OF_TASK, PipelineConfig
-from replicad.spark.places import below
-from replicad.spark.reading_columns import DECIMAL, NUMERIC_FORMS, PARK, RANGE_FORMS
 from replicad.spark.sinks.base import Sink
 from replicad.spark.sinks.bulk import AS_TEXT, OBJECT, BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import KEEP, ROWS_PER_FILE, ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS, WIDER_TYPE_FORMS
-from replicad.spark.tables import TableRule
+from replicad.spark.tables import FOLLOW, NEW_COLUMN_FORMS, WIDER_TYPE_FORMS, TableRule
 from replicad.tubes.shards import ShardSet
 
 # --- types of values ---
@@ -86,7 +85,7 @@ _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class PipelineKey:
     """A key of the file. `type` is a name in `_TYPES`; `default` None: the key is required, or see `help`."""
 
     name: str
@@ -109,49 +108,51 @@ def _shown(value: object) -> str:
 
 OF_PIPELINES = {"maxIdsPerTask": IDS_OF_TASK}  # defaults that a query of your own does not have
 SOURCE = tuple(
-    Key(one.name, "text, number or flag", OF_PIPELINES.get(one.name, one.default), one.help, one.name == "tube")
+    PipelineKey(one.name, "text, number or flag", OF_PIPELINES.get(one.name, one.default), one.help, one.name == "tube")
     for one in OPTIONS
     if Use.TUBE_STREAM in USES[one.name] and one.name != "includePayload"  # the pipeline sets that one
 )
 ENRICH = (
-    Key("database", "text", None, "URL of the Postgres with the rows; or --database, or REPLICAD_DATABASE"),
-    Key("table", "text", None, "table of a shard; `{shard}` stands for its number. Give this or `tables`"),
-    Key(
+    PipelineKey("database", "text", None, "URL of the Postgres with the rows; or --database, or REPLICAD_DATABASE"),
+    PipelineKey("table", "text", None, "table of a shard; `{shard}` stands for its number. Give this or `tables`"),
+    PipelineKey(
         "tables",
         "tables",
         None,
         "tables for sets of shards, with `shards`, `table` and perhaps `database`; the first with the shard counts",
     ),
-    Key("id", "text", "id", "column with the ids that the tube has"),
-    Key("columns", "names", ALL_COLUMNS, "columns that go downstream, or `*` for all; the id is always among them"),
-    Key(
+    PipelineKey("id", "text", "id", "column with the ids that the tube has"),
+    PipelineKey(
+        "columns", "names", ALL_COLUMNS, "columns that go downstream, or `*` for all; the id is always among them"
+    ),
+    PipelineKey(
         "numeric",
         "text",
         DECIMAL,
         "how numeric is carried; " + "; ".join(f"`{name}`: {to}" for name, to in NUMERIC_FORMS.items()),
     ),
-    Key(
+    PipelineKey(
         "out_of_range",
         "text",
         PARK,
         "dates and times beyond the years 1 to 9999; "
         + "; ".join(f"`{name}`: {to}" for name, to in RANGE_FORMS.items()),
     ),
-    Key(
+    PipelineKey(
         "new_columns",
         "text",
         FOLLOW,
         "a column that a table gets while `columns` is `*`; "
         + "; ".join(f"`{name}`: {to}" for name, to in NEW_COLUMN_FORMS.items()),
     ),
-    Key(
+    PipelineKey(
         "wider_types",
         "text",
         FOLLOW,
         "a column that gets a type with more values in some table, such as bigint for integer; "
         + "; ".join(f"`{name}`: {to}" for name, to in WIDER_TYPE_FORMS.items()),
     ),
-    Key(
+    PipelineKey(
         "renamed",
         "texts by name",
         {},
@@ -159,41 +160,51 @@ ENRICH = (
     ),
 )
 RUN = (
-    Key("checkpoint", "text", None, "folder, or URI for Hadoop, in which Spark keeps how far it is", required=True),
-    Key("trigger", "interval", AVAILABLE_NOW, f"how often to look for changes; `{AVAILABLE_NOW}`: end without any"),
-    Key("name", "text", "pipeline", "name of the query, in `replicad top` and in the lease"),
-    Key("transform", "text", None, "a function of yours, `module:name`, from DataFrame to DataFrame"),
-    Key("tries", "number", 5, "after so many failures of a batch the rows that cause them are looked for, and parked"),
+    PipelineKey(
+        "checkpoint", "text", None, "folder, or URI for Hadoop, in which Spark keeps how far it is", required=True
+    ),
+    PipelineKey(
+        "trigger", "interval", AVAILABLE_NOW, f"how often to look for changes; `{AVAILABLE_NOW}`: end without any"
+    ),
+    PipelineKey("name", "text", "pipeline", "name of the query, in `replicad top` and in the lease"),
+    PipelineKey("transform", "text", None, "a function of yours, `module:name`, from DataFrame to DataFrame"),
+    PipelineKey(
+        "tries", "number", 5, "after so many failures of a batch the rows that cause them are looked for, and parked"
+    ),
 )
-DOWNSTREAMS: dict[str, tuple[Key, ...]] = {
+DOWNSTREAMS: dict[str, tuple[PipelineKey, ...]] = {
     "parquet": (
-        Key("folder", "text", None, "where the table is; read it as `folder/current`", required=True),
-        Key("rows_per_file", "number", ROWS_PER_FILE, "a changed row rewrites one file"),
-        Key("keep", "seconds", KEEP, "how long replaced files stay, for readers that have begun"),
+        PipelineKey("folder", "text", None, "where the table is; read it as `folder/current`", required=True),
+        PipelineKey("rows_per_file", "number", ROWS_PER_FILE, "a changed row rewrites one file"),
+        PipelineKey("keep", "seconds", KEEP, "how long replaced files stay, for readers that have begun"),
     ),
     "postgres": (
-        Key("url", "text", None, "URL of the Postgres; default: that of [enrich]"),
-        Key("table", "text", None, "`name` or `schema.name`; made if it is missing", required=True),
+        PipelineKey("url", "text", None, "URL of the Postgres; default: that of [enrich]"),
+        PipelineKey("table", "text", None, "`name` or `schema.name`; made if it is missing", required=True),
     ),
     "delta": (
-        Key("uri", "text", None, "a path, or s3://, gs://, ...", required=True),
-        Key("storage", "texts by name", {}, "storage options of deltalake"),
+        PipelineKey("uri", "text", None, "a path, or s3://, gs://, ...", required=True),
+        PipelineKey("storage", "texts by name", {}, "storage options of deltalake"),
     ),
     "bulk": (
-        Key("url", "text", None, "of Elasticsearch or OpenSearch, perhaps with user and password", required=True),
-        Key("index", "text", None, "name of the index", required=True),
-        Key("api_key", "text", None, "instead of user and password"),
-        Key(
+        PipelineKey(
+            "url", "text", None, "of Elasticsearch or OpenSearch, perhaps with user and password", required=True
+        ),
+        PipelineKey("index", "text", None, "name of the index", required=True),
+        PipelineKey("api_key", "text", None, "instead of user and password"),
+        PipelineKey(
             "json",
             "text",
             OBJECT,
             f"columns of json and jsonb; `{OBJECT}`: a part of the document, for which one mapping must fit all rows; "
             f"`{AS_TEXT}`: their text",
         ),
-        Key("document_id", "text", "{shard}:{id}", "id of a row's document"),
-        Key("ca", "text", None, "PEM file of the authority that signed the server's certificate"),
+        PipelineKey("document_id", "text", "{shard}:{id}", "id of a row's document"),
+        PipelineKey("ca", "text", None, "PEM file of the authority that signed the server's certificate"),
     ),
-    "class": (Key("class", "text", None, "`module:name` of your class; all other keys go to it", required=True),),
+    "class": (
+        PipelineKey("class", "text", None, "`module:name` of your class; all other keys go to it", required=True),
+    ),
 }
 KINDS: dict[str, type[ParquetSink | PostgresSink | DeltaSink | BulkSink]] = {
     "parquet": ParquetSink,
@@ -202,9 +213,9 @@ KINDS: dict[str, type[ParquetSink | PostgresSink | DeltaSink | BulkSink]] = {
     "bulk": BulkSink,
 }
 _TABLE = (
-    Key("shards", "text or number", None, "", required=True),
-    Key("table", "text", None, "", required=True),
-    Key("database", "text", None, ""),
+    PipelineKey("shards", "text or number", None, "", required=True),
+    PipelineKey("table", "text", None, "", required=True),
+    PipelineKey("database", "text", None, ""),
 )
 _SECTIONS = ("source", "enrich", "downstream", "run")
 _OPTIONAL = ("spark",)
@@ -240,7 +251,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
             raise UsageError(
                 f'[spark] {name}: give names of Spark\'s settings in quotes, such as "spark.driver.memory"'
             )
-        Key(name, "text, number or flag", None, "").check(value, "[spark]")
+        PipelineKey(name, "text, number or flag", None, "").check(value, "[spark]")
     enrich = _checked("[enrich]", found["enrich"], ENRICH)
     run = _checked("[run]", found["run"], RUN)
     url = database or enrich.get("database")
@@ -290,7 +301,7 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _checked(where: str, section: Mapping[str, Any], keys: Sequence[Key]) -> dict[str, Any]:
+def _checked(where: str, section: Mapping[str, Any], keys: Sequence[PipelineKey]) -> dict[str, Any]:
     """The section. Raises UsageError: a key is unknown, missing or of another type."""
     known = {key.name: key for key in keys}
     for name, value in section.items():

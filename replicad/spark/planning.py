@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from replicad.protocol.tokens import Cursor
-from replicad.spark.offsets import Place, TubeOffset
+from replicad.spark.offsets import TubeCursor, TubeOffset
 from replicad.tubes.commands import CursorAt, Part
 
 MOST_PODS = 100_000  # pods per request if there is no limit; a daemon may answer with fewer
@@ -54,7 +54,7 @@ def plan_all(ask: Ask, start: TubeOffset, backfill: int | None = None, *, at_onc
     `at_once` partitions are planned at the same time, in as many threads.
     """
 
-    def to_the_end(number: int) -> Place:
+    def to_the_end(number: int) -> TubeCursor:
         return _to_the_end(ask, start.part(number), start.places[number], backfill)
 
     numbers = range(start.partitions)
@@ -75,7 +75,7 @@ class _Plan:
     limit for each question.
     """
 
-    def __init__(self, ask: Ask, places: list[Place], turn: int, most_ids: int | None) -> None:
+    def __init__(self, ask: Ask, places: list[TubeCursor], turn: int, most_ids: int | None) -> None:
         self._ask = ask
         self._most_ids = most_ids
         self._places = places
@@ -129,7 +129,7 @@ class _Plan:
             )
             carried = [pods - got, *((0, 0) if got else (ids, backfill))]
 
-    def _advance_more(self, began: Place, number: int, pods: int, *, regular: bool) -> int:
+    def _advance_more(self, began: TubeCursor, number: int, pods: int, *, regular: bool) -> int:
         """`_advance` in one of several rounds. With a limit of ids for a task the partition is asked again from where
         the first round `began`: asked from where it is, it would get that many ids in each round.
         """
@@ -154,7 +154,7 @@ class _Plan:
         return got.pods
 
 
-def _to_the_end(ask: Ask, part: Part, place: Place, backfill: int | None) -> Place:
+def _to_the_end(ask: Ask, part: Part, place: TubeCursor, backfill: int | None) -> TubeCursor:
     """The end of a partition now. It stops at the first answer that is not full, so writers cannot prolong it."""
     full = 1
     while True:

@@ -1,7 +1,11 @@
-"""What a pipeline can find out before Spark starts, and whether its parts can be reached.
+"""The checks of a pipeline before Spark starts: its daemon, its database, its attached tables, its downstream.
 
-A wrong port, a wrong database or TLS on one side only would otherwise be found by a reader inside Spark, after half a
-minute of retries, in its log.
+A reader inside Spark would otherwise find a wrong port, a wrong database or TLS on one side only, after half a minute
+of retries, in its log. A warning names tables that the pipeline would read and whose changes do not reach its tube.
+
+The checkpoint records which pods were acked, so their rows are downstream and nowhere else. If the downstream was
+dropped, created again, restored or replaced, the rows are missing there: only rows that are touched later would come.
+So the checkpoint keeps the identity of the downstream (`Sink.identity`), and each start compares it.
 """
 
 from __future__ import annotations
@@ -10,16 +14,19 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from replicad.errors import ConnectionLost, DatabaseUnavailable, ReplicadError, UsageError
+from replicad.errors import ConnectionLost, DatabaseError, DatabaseUnavailable, ReplicadError, UsageError
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
-from replicad.spark.connecting import endpoint_of
-from replicad.spark.database import forget, patiently
-from replicad.spark.options import SourceOptions
+from replicad.spark.checkpoint import DOWNSTREAM, Checkpoint
+from replicad.spark.database import forget, literal, patiently, quote
+from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.pipeline_config import AVAILABLE_NOW, PipelineConfig
+from replicad.spark.tables import list_tables
+from replicad.tubes.shards import ALL_SHARDS
 
 ANSWER = 3.0  # seconds for a connection to a daemon and for its answer
 LONGEST_PAUSE = 5.0  # seconds between two tries
@@ -152,3 +159,122 @@ class Watch:
                 self.trouble = str(error)
                 return
             self._done.wait(_PROBE_PAUSE)
+
+
+LOOK_EVERY = 600.0  # seconds between two looks for the tables of new shards
+_MOST = 10  # shards in a warning
+
+_ATTACHED = """
+SELECT shard, pg_catalog.array_to_string(pg_catalog.array_agg(DISTINCT root::text), ', '), count(DISTINCT root),
+  pg_catalog.bool_or(routing IS NOT NULL)
+FROM {schema}.tube_attachment WHERE tube = {tube} GROUP BY shard ORDER BY shard"""
+
+
+@dataclass(slots=True)
+class Attachments:
+    """Looks at the tables that are attached to the tube, at the start of a run and from time to time."""
+
+    config: PipelineConfig
+    now: Callable[[], float] = time.monotonic
+    _due: float = 0.0
+    _warned: set[int] = field(default_factory=set)
+
+    def look(self) -> None:
+        """Warn of what is new since the last look. Does nothing if that was a short while ago."""
+        if self.now() < self._due:
+            return
+        self._due = self.now() + LOOK_EVERY
+        for attached, there in self._looked():
+            self._warn_of_shared(attached)
+            self._warn_of_missing(attached, there)
+
+    def _looked(self) -> Iterator[tuple[list[tuple[Any, ...]], set[int]]]:
+        """For each database: the shards that are attached, and those that have a table."""
+        sql = _ATTACHED.format(schema=quote(self.config.tube_schema), tube=literal(self.config.tube))
+
+        def work(driver: Any) -> tuple[list[tuple[Any, ...]], list[tuple[str, str, bool]]]:
+            with driver.cursor() as cursor:
+                cursor.execute(sql)
+                return list(cursor.fetchall()), list_tables(driver)
+
+        rules = self.config.rules
+        for url in dict.fromkeys([self.config.database, *(rule.database for rule in rules if rule.database)]):
+            try:
+                attached, listed = patiently(url, work, patience=0)
+            except DatabaseError as error:  # for example, this user may not read it
+                log.debug("attachments_unknown", error=str(error))
+                continue
+            finally:
+                forget(url)
+            mine = [rule for rule in rules if (rule.database or self.config.database) == url]
+            names = {full for full, _, _ in listed} | {short for _, short, visible in listed if visible}
+            yield attached, {shard for rule in mine for name in names if (shard := rule.shard_of(name)) is not None}
+
+    def _warn_of_shared(self, attached: list[tuple[Any, ...]]) -> None:
+        """The tube does not say of which of several tables an id is."""
+        for shard, tables, count, routed in attached:
+            if count > 1 and not routed and shard not in self._warned:
+                self._warned.add(shard)
+                log.warning(
+                    "tables_share_shard",
+                    shard=shard,
+                    tables=tables,
+                    hint=f"an id in tube {self.config.tube} may be of each; attach each table with a shard of its own, "
+                    "or let all of them have the id of one row",
+                )
+
+    def _warn_of_missing(self, attached: list[tuple[Any, ...]], there: set[int]) -> None:
+        """The table of a new shard: its rows are read if they are touched, and nothing touches them."""
+        if not attached or any(routed for *_, routed in attached):  # it is filled by hand, or the rows say their shards
+            return
+        new = sorted(there - {shard for shard, *_ in attached} - self._warned)
+        self._warned.update(new)
+        if new:
+            log.warning(
+                "shards_not_attached",
+                shards=new[:_MOST],
+                count=len(new),
+                hint=f"changes of these tables do not come: replicad tubes attach {self.config.tube} TABLE --shards "
+                "N-M, then a backfill of them",
+            )
+
+
+def check_downstream(config: PipelineConfig, checkpoint: Checkpoint) -> None:
+    """Compare the downstream with that of the checkpoint, whose folder exists. `prepare` was called before.
+
+    With `rebuild` a backfill of all rows is scheduled, and the checkpoint goes on with the new one. A checkpoint that
+    does not know its downstream yet takes the present one for it.
+
+    Raises:
+        UsageError: it is another one. DatabaseError: the backfill cannot be scheduled.
+    """
+    found, known = config.sink.identity(), (checkpoint.read(DOWNSTREAM) or "").strip() or None
+    if known is not None and known != found:
+        if not config.rebuild:
+            raise UsageError(
+                f"the downstream is not the one that checkpoint {config.checkpoint} has written to: it was dropped, "
+                "restored or replaced, and rows that were acked before are missing in it. Start with --rebuild, which "
+                "schedules a backfill of all rows; or bring the old one back"
+            )
+        _schedule_backfill(config)
+        checkpoint.remove(
+            DOWNSTREAM
+        )  # if there is none yet (an index without documents), a later start takes the new one
+    if found is not None and found != known:
+        checkpoint.write(DOWNSTREAM, f"{found}\n")
+
+
+def _schedule_backfill(config: PipelineConfig) -> None:
+    call = f"SELECT {quote(config.tube_schema)}.tube_backfill_schedule($1, $2, $3::integer, $4::integer)"
+    [(first, last)] = ALL_SHARDS.ranges
+    shards = 0
+    for url in dict.fromkeys([config.database, *(rule.database for rule in config.rules if rule.database)]):
+
+        def work(driver: Any) -> int:
+            with driver.cursor() as cursor:
+                cursor.execute(call, (config.tube, config.id_column, first, last))
+                return int(cursor.fetchone()[0])
+
+        shards += patiently(url, work, patience=10)
+        forget(url)
+    log.warning("downstream_rebuilt", tube=config.tube, shards=shards, checkpoint=str(config.checkpoint))

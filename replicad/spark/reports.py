@@ -1,12 +1,18 @@
-"""The counts of a pipeline: of one micro-batch and of its whole run."""
+"""The counts of a pipeline: of one micro-batch and of its whole run, and their way to the daemons (`replicad top`)."""
 
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from replicad.client.blocking_client import BlockingClient
+from replicad.errors import ReplicadError
+from replicad.eventlog import get_logger
+from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.sinks.base import Applied
 from replicad.spark.touches import Control
 
@@ -97,3 +103,41 @@ class StepResult:
             controls=tuple(sorted(controls, key=lambda control: control.seq)),
             applied=tuple(Applied(row["written"], row["deleted"], row["repeated"], row["note"] or "") for row in rows),
         )
+
+
+PATIENCE = 2.0  # seconds for a connection or an answer
+SILENCE = 30.0  # seconds after a failure in which no report is sent: a batch must not wait for reports
+
+log = get_logger("replicad.spark")
+
+
+class Reporter:
+    """Sends the reports of a pipeline. Connects with the first report."""
+
+    def __init__(self, options: SourceOptions, name: str) -> None:
+        assert options.tube is not None
+        self._islands = list(options.by_island().values())
+        self._tube = options.tube
+        self._name = re.sub(r"[^!-~]", "-", name)[:200] or "pipeline"
+        self._clients: list[BlockingClient] = []
+        self._quiet_until = 0.0
+
+    def send(self, report: BatchReport) -> None:
+        """Send a report. After a failure no reports are sent for `SILENCE` seconds."""
+        if time.monotonic() < self._quiet_until:
+            return
+        try:
+            if not self._clients:
+                name = f"{self._name}-report"
+                self._clients = [endpoint_of(one, timeout=PATIENCE).connect(name) for one in self._islands]
+            for client in self._clients:
+                client.report(self._tube, self._name, report.counts())
+        except ReplicadError as error:
+            self._quiet_until = time.monotonic() + SILENCE
+            log.debug("report_failed", error=str(error))
+
+    def close(self) -> None:
+        """Close the connections. Safe to repeat; a later report connects again."""
+        for client in self._clients:
+            client.close()
+        self._clients = []

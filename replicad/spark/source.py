@@ -50,7 +50,7 @@ class ReplicadDataSource(DataSource):  # type: ignore[misc]
         """The reader of a streaming query."""
         options = self._options(schema, streaming=True)
         if options.islands is not None:
-            from replicad.spark.islands import IslandsStreamReader  # noqa: PLC0415
+            from replicad.spark.tubes import IslandsStreamReader  # noqa: PLC0415
 
             return IslandsStreamReader(options)
         if options.tube is not None:

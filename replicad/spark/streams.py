@@ -22,9 +22,8 @@ from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import PositionMoved, Reset, RowBatch
 from replicad.errors import BadToken, ConnectionLost, DataLoss, TokenAhead, TokenExpired
 from replicad.protocol.tokens import Vector
-from replicad.spark.connecting import endpoint_of, patience_of
 from replicad.spark.offsets import StreamOffset
-from replicad.spark.options import EARLIEST, LATEST, SourceOptions
+from replicad.spark.options import EARLIEST, LATEST, SourceOptions, endpoint_of, patience_of
 
 _FIRST = "EARLIEST"  # the wire's word for the first row that is retained
 ROWS_PER_BATCH = 10_000  # rows in one RecordBatch

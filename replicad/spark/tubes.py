@@ -1,8 +1,10 @@
-"""The source's readers for tubes.
+"""The source's readers for tubes, of one daemon or of several ("islands").
 
 Spark calls `latestOffset(start)` only when the batch that ends at `start` is in the commit log, so pods are acked there
 and again in `commit`. After a crash the first call may be `partitions`, with offsets from the log. Spark also creates
 readers in processes that only plan, so the constructor connects to nothing.
+
+A read task reads exactly one range of one partition, without side effects, and checks that the range is complete.
 """
 
 from __future__ import annotations
@@ -12,32 +14,113 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from replicad.errors import CursorAhead, PartitionsChanged, ReplicadError, UsageError
+from replicad.client.blocking_client import BlockingClient
+from replicad.errors import (
+    ConnectionLost,
+    CursorAhead,
+    DatabaseUnavailable,
+    DataLoss,
+    EncodingUnavailable,
+    PartitionsChanged,
+    ReplicadError,
+    UsageError,
+)
 from replicad.protocol.tokens import START, Cursor
+from replicad.spark.arrow import PodReader, block_batch, last_cursor
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
-from replicad.spark.offsets import TubeOffset
-from replicad.spark.options import SourceOptions
+from replicad.spark.offsets import VERSION, Range, TubeOffset, check_version, foreign
+from replicad.spark.options import AUTO, SourceOptions, endpoint_of, retries_of
 from replicad.spark.planning import Budget, Goal, plan_all, plan_batch
-from replicad.spark.reading import TubePartition, read_range
-from replicad.tubes.commands import CursorAt, Part
+from replicad.tubes.commands import ARROW, LINES, CursorAt, Part
+
+log = logging.getLogger("replicad.spark")
+
+
+@dataclass
+class TubePartition(InputPartition):  # type: ignore[misc]
+    """One task's range and the term of the lease. It is pickled to the executor."""
+
+    options: SourceOptions
+    range: Range
+    term: int
+
+    def __repr__(self) -> str:
+        return f"TubePartition({self.options.what} {self.range.part}, ({self.range.after}, {self.range.upto}])"
+
+
+def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
+    """The pods of a range as RecordBatches of the source's schema.
+
+    Raises:
+        DataLoss: there are fewer pods than planned, and failOnDataLoss is set.
+        LeaseLost: another query has taken the tube over.
+        EncodingUnavailable: encoding=arrow, and the daemon can only send lines.
+        ConnectionLost: after all retries.
+    """
+    options, wanted = partition.options, partition.range
+    retries = retries_of(options)
+    encoding = LINES if options.encoding == LINES else ARROW
+    after, pods = wanted.after, 0
+    while True:
+        try:
+            with endpoint_of(options).connect(f"task/{options.consumer or 'spark'}") as client:
+                for batch in _batches(client, partition, after, encoding):
+                    yield batch
+                    pods += batch.num_rows
+                    after = last_cursor(batch, after)
+            break
+        except EncodingUnavailable:  # read the pods behind `after` as lines
+            if options.encoding != AUTO:
+                raise
+            encoding = LINES
+        except (ConnectionLost, DatabaseUnavailable):
+            if not retries.pause():
+                raise
+    _check_complete(options, wanted, pods)
+
+
+def _batches(
+    client: BlockingClient, partition: TubePartition, after: Cursor, encoding: str
+) -> Iterator[pa.RecordBatch]:
+    options, part, upto = partition.options, partition.range.part, partition.range.upto
+    assert options.tube is not None
+    if encoding == LINES:
+        chunks = client.pod_chunks(options.tube, part, partition.term, after=after, upto=upto)
+        return PodReader(options.tube, part, options.include_payload).batches(chunks)
+    payload = options.include_payload
+    blocks = client.pod_blocks(options.tube, part, partition.term, after=after, payload=payload, upto=upto)
+    return (block_batch(block, payload=payload) for block in blocks)
+
+
+def _check_complete(options: SourceOptions, wanted: Range, pods: int) -> None:
+    if pods >= wanted.pods:  # pods beyond the plan came late: they are processed and acked with the rest
+        return
+    text = (
+        f"{options.what} {wanted.part}: {wanted.pods} pods were planned in ({wanted.after}, {wanted.upto}], {pods} are "
+        "there. The others were removed, or the tube was created again"
+    )
+    if options.fail_on_data_loss:
+        raise DataLoss(f"{text}. Set failOnDataLoss=false to go on without them, and then backfill the tube")
+    log.warning("%s", text)
+
 
 LAG_INTERVAL = 5.0  # seconds between two counts of waiting pods, which Postgres has to do
 REPARTITION_PATIENCE = 10.0  # seconds within which a daemon notices a new number of partitions
 WAIT_SLICE = 10.0  # seconds of waiting in one request; daemons limit it
 PLANNERS = 4  # partitions of a batch read that are planned at the same time; Postgres has to count their pods
 BATCH_TTL = 5.0  # seconds after its last request for which a batch read keeps the lease
-
-log = logging.getLogger("replicad.spark")
 
 
 class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
@@ -312,3 +395,116 @@ def _lower(one: Cursor, other: Cursor) -> Cursor:
 def _only_zero(backfill: int | None) -> int | None:
     """0 if backfill pods are excluded, otherwise no limit."""
     return 0 if backfill == 0 else None
+
+
+SLICE = 0.25  # seconds to wait for all islands at a time: the longest delay for pods of one of them
+
+T = TypeVar("T")
+
+
+class IslandsStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+    """Reads the tubes of all islands for one streaming query. Limits apply to each island."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._readers = {
+            name: TubeStreamReader(replace(one, poll_timeout=min(SLICE, one.poll_timeout)))
+            for name, one in options.by_island().items()
+        }
+        self._threads: ThreadPoolExecutor | None = None  # made with the first request: some processes only plan
+
+    # --- Spark's calls, as in TubeStreamReader ---
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        """See TubeStreamReader."""
+        for reader in self._readers.values():
+            reader.prepareForTriggerAvailableNow()
+
+    def initialOffset(self) -> dict[str, Any]:
+        """Before the first unacked pod of every island."""
+        return _joined(self._each(lambda _, reader: reader.initialOffset()))
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """The limit of each island."""
+        return next(iter(self._readers.values())).getDefaultReadLimit()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        """Ack up to `start`, then plan the next micro-batch. Waits up to pollTimeout if no island has pods.
+
+        Raises:
+            LeaseHeld, CursorAhead: as TubeStreamReader, for any island.
+        """
+        begin = self._split(start)
+        deadline = time.monotonic() + self._options.poll_timeout
+        while True:
+            end = self._each(lambda name, reader: reader.latestOffset(self._begin(begin, name, reader), limit))
+            if end != begin or time.monotonic() >= deadline:
+                return _joined(end)
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        """The ends of all tubes; None if one of them is unknown."""
+        found = self._each(lambda _, reader: reader.reportLatestOffset())
+        known = {name: one for name, one in found.items() if one is not None}
+        return _joined(known) if len(known) == len(found) else None
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """One task for every partition of every island that has pods in the batch.
+
+        Downstreams know a task of a repeated batch by its number. So the order is that of the islands' names, and not
+        that of the option, which may be another one when the batch comes again.
+        """
+        begin, finish = self._split(start), self._split(end)
+
+        def plan(name: str, reader: TubeStreamReader) -> list[InputPartition]:
+            return reader.partitions(self._begin(begin, name, reader), finish[name]) if name in finish else []
+
+        planned = self._each(plan)
+        return [one for name in sorted(planned) for one in planned[name]]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """In a task: the pods of its range, from its island."""
+        assert isinstance(partition, TubePartition)
+        return read_range(partition)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """The batch that ends at `end` is in the commit log."""
+        finish = self._split(end)
+        self._each(lambda name, reader: reader.commit(finish[name]) if name in finish else None)
+
+    def stop(self) -> None:
+        """The query has ended: release every tube."""
+        for reader in self._readers.values():
+            reader.stop()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _each(self, call: Callable[[str, TubeStreamReader], T]) -> dict[str, T]:
+        """Call the readers of all islands at once. When all have ended, raise the first failure in their order."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(len(self._readers), thread_name_prefix="island")
+            end_on_signals(self.stop)
+        calls = {name: self._threads.submit(call, name, reader) for name, reader in self._readers.items()}
+        for one in calls.values():
+            one.exception()  # wait
+        return {name: one.result() for name, one in calls.items()}
+
+    def _split(self, offset: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        check_version(offset)
+        found = offset.get("i")
+        if not isinstance(found, Mapping):
+            raise foreign(offset)
+        if missing := sorted(found.keys() - self._readers.keys()):
+            raise UsageError(
+                f"the checkpoint has an island {missing[0]!r}, but the option islands has only "
+                f"{', '.join(self._readers)}; add it there, or use another checkpointLocation"
+            )
+        return dict(found)
+
+    @staticmethod
+    def _begin(begin: Mapping[str, dict[str, Any]], name: str, reader: TubeStreamReader) -> dict[str, Any]:
+        """Where an island begins: at its first pod if the checkpoint does not have it yet."""
+        return begin[name] if name in begin else reader.initialOffset()
+
+
+def _joined(offsets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return {"i": dict(sorted(offsets.items())), "v": VERSION}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replicad.demo.data import COLUMNS, Changes, Shard, change_shard, fill_shard, load_shards, read_rows, shards_of
+from replicad.demo.data import COLUMNS, CityChanges, Shard, change_shard, fill_shard, load_shards, read_rows, shards_of
 from replicad.errors import EnvironmentRefused
 from replicad.postgres.bridge import Database
 
@@ -54,7 +54,7 @@ async def test_what_was_loaded_and_changed_is_what_was_counted(database: Databas
         before = await read_rows(database, small)
         assert sum(loaded) == len(before) == sum(len(shard.rows) for shard in small)
         assert before == {row[0]: tuple(row) for shard in small for row in shard.rows}
-        changes = Changes()
+        changes = CityChanges()
         for shard in small:
             changes += await change_shard(database, shard)
         after = await read_rows(database, small)

@@ -13,9 +13,9 @@ import pytest
 from helpers import psql
 
 from replicad.errors import DatabaseError, UsageError
-from replicad.spark.column_types import ColumnType
+from replicad.spark.columns import ColumnType
 from replicad.spark.database import forget
-from replicad.spark.enrich import Changes
+from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks.base import BatchId, Shape
 from replicad.spark.sinks.postgres import PostgresSink
 
@@ -115,7 +115,7 @@ def test_what_could_lose_something_is_not(target: str, source: str) -> None:
 def write(sink: PostgresSink, shape: Shape, number: int, value: Any) -> None:
     row = {"id": number, "v": value, "_shard": 1, "_seq": number}
     gone = pa.Table.from_pylist([], shape.keys)
-    sink.apply(shape, BatchId("q", number), 0, [Changes(pa.Table.from_pylist([row], shape.schema), gone)])
+    sink.apply(shape, BatchId("q", number), 0, [EnrichedRows(pa.Table.from_pylist([row], shape.schema), gone)])
 
 
 def shape_of(kind: pa.DataType, type: str | None = None) -> Shape:

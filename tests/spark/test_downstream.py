@@ -16,8 +16,8 @@ from index_server import IndexServer
 from replicad.errors import DownstreamError, UsageError
 from replicad.spark.checkpoint import DOWNSTREAM, open_checkpoint
 from replicad.spark.database import forget
-from replicad.spark.downstream import check_downstream
 from replicad.spark.pipeline_config import PipelineConfig
+from replicad.spark.preflight import check_downstream
 from replicad.spark.sinks.base import Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink

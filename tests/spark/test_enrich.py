@@ -11,11 +11,10 @@ import pytest
 from helpers import psql
 
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused, UsageError
+from replicad.spark.columns import ColumnForms
 from replicad.spark.database import forget, patiently
 from replicad.spark.enrich import Enricher
-from replicad.spark.layouts import Wanted, find_layout
-from replicad.spark.reading_columns import Reading
-from replicad.spark.tables import TableRule
+from replicad.spark.tables import TableRule, WantedColumns, find_layout
 from replicad.spark.touches import TOUCH_SCHEMA, deduplicate
 from replicad.tubes.shards import ShardSet
 
@@ -50,7 +49,7 @@ def touches(*found: tuple[int, int, int]) -> pa.Table:
 
 
 def test_rows_come_with_their_highest_seq_and_missing_ones_are_deletes(url: str) -> None:
-    enricher = Enricher(url, find_layout(url, [CITIES], Wanted("id", ["name"])))
+    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])))
     found = list(enricher.changes(touches((1, 1, 5), (1, 77, 6), (1, 1, 8), (2, 3, 7))))
     assert [row for change in found for row in change.writes.to_pylist()] == [
         {"id": 1, "name": "Oslo", "_shard": 1, "_seq": 8},
@@ -60,7 +59,7 @@ def test_rows_come_with_their_highest_seq_and_missing_ones_are_deletes(url: str)
 
 
 def test_every_type_of_column_arrives_in_a_form_that_spark_has(url: str) -> None:
-    layout = find_layout(url, [CITIES], Wanted("id"))
+    layout = find_layout(url, [CITIES], WantedColumns("id"))
     (change,) = Enricher(url, layout).changes(touches((1, 1, 5)))
     (row,) = change.writes.to_pylist()
     assert (row["area"], row["tags"], row["extra"], row["feeling"]) == (
@@ -75,20 +74,22 @@ def test_every_type_of_column_arrives_in_a_form_that_spark_has(url: str) -> None
     )
     assert row["seen"].isoformat() == "2026-01-02T03:04:05.678000+00:00"
     assert (
-        find_layout(url, [CITIES], Wanted("id", ["area"], Reading(numeric="float"))).schema.field("area").type
+        find_layout(url, [CITIES], WantedColumns("id", ["area"], ColumnForms(numeric="float")))
+        .schema.field("area")
+        .type
         == pa.float64()
     )
 
 
 def test_chunks_are_bounded_and_of_one_shard(url: str) -> None:
-    enricher = Enricher(url, find_layout(url, [CITIES], Wanted("id", ["name"])), chunk=10)
+    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])), chunk=10)
     found = list(enricher.changes(touches(*((2, number, 1) for number in range(1, 31)), (1, 1, 1))))
     assert [(len(change.writes), len(change.deletes)) for change in found] == [(1, 0), (10, 0), (10, 0), (5, 5)]
 
 
 def test_several_tables_feed_one_tube_with_the_columns_of_all(url: str) -> None:
     rules = [TableRule('"Odd.Schema"."My ""Table"""', ShardSet.parse("9")), CITIES]
-    layout = find_layout(url, rules, Wanted("id", ["name", "height", "born"]))
+    layout = find_layout(url, rules, WantedColumns("id", ["name", "height", "born"]))
     found = list(Enricher(url, layout).changes(touches((9, 9, 1), (1, 1, 2))))
     rows = {
         row["_shard"]: (row["name"], row["height"], row["born"])
@@ -119,16 +120,16 @@ def test_what_does_not_fit_is_refused_with_what_there_is(
     url: str, rules: list[TableRule], id_column: str, columns: list[str] | None, says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        find_layout(url, rules, Wanted(id_column, columns))
+        find_layout(url, rules, WantedColumns(id_column, columns))
 
 
 def test_columns_of_two_types_and_of_our_own_names_are_refused(url: str) -> None:
     psql(url, "CREATE TABLE a_1 (id bigint, name date); CREATE TABLE c_1 (id bigint, name bytea)")
     psql(url, 'CREATE TABLE b_1 (id bigint, "_seq" text)')
     with pytest.raises(UsageError, match="column name is date in one table and bytea in"):
-        find_layout(url, [TableRule("a_{shard}"), TableRule("c_{shard}")], Wanted("id"))
+        find_layout(url, [TableRule("a_{shard}"), TableRule("c_{shard}")], WantedColumns("id"))
     with pytest.raises(UsageError, match="reserved for replicad's own columns"):
-        find_layout(url, [TableRule("b_{shard}")], Wanted("id"))
+        find_layout(url, [TableRule("b_{shard}")], WantedColumns("id"))
 
 
 @pytest.mark.parametrize("text", ["cities{", "{table}", "{0}", "{shard:zz}", "a; DROP TABLE b", " "])
@@ -147,7 +148,7 @@ def test_shard_sets_say_what_is_in_them() -> None:
 
 def test_a_touch_of_a_shard_without_table_is_an_error_not_a_delete(url: str) -> None:
     rule = TableRule("shard_{shard:04d}.cities", ShardSet.parse("1-2"))
-    layout = find_layout(url, [rule], Wanted("id", ["name"]))
+    layout = find_layout(url, [rule], WantedColumns("id", ["name"]))
     with pytest.raises(UsageError, match="shard 3 was touched"):
         list(Enricher(url, layout).changes(touches((3, 1, 1))))
     psql(url, "ALTER TABLE shard_0001.cities DROP COLUMN name")
@@ -156,7 +157,7 @@ def test_a_touch_of_a_shard_without_table_is_an_error_not_a_delete(url: str) -> 
 
 
 def test_a_connection_that_postgres_ended_is_made_again(url: str) -> None:
-    enricher = Enricher(url, find_layout(url, [CITIES], Wanted("id", ["name"])))
+    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])))
     assert next(enricher.changes(touches((2, 1, 1)))).writes.num_rows == 1
     ours = "datname = current_database() AND application_name = 'replicad spark'"
     psql(url, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}")

@@ -14,7 +14,7 @@ from helpers import psql
 from index_server import IndexServer
 
 from replicad.spark.database import forget
-from replicad.spark.enrich import Changes
+from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks import parquet
 from replicad.spark.sinks.base import BatchId, Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
@@ -46,7 +46,7 @@ class Rows:
     most: int = 0
     begun: int = field(default_factory=pa.total_allocated_bytes)
 
-    def __iter__(self) -> Iterator[Changes]:
+    def __iter__(self) -> Iterator[EnrichedRows]:
         for start in range(0, ROWS, CHUNK):
             ids = list(range(start, start + CHUNK))
             shard = 1 + 2 * start // ROWS
@@ -56,7 +56,7 @@ class Rows:
                 pa.repeat(pa.scalar(shard, pa.int32()), CHUNK),
                 pa.repeat(pa.scalar(self.seq, pa.int64()), CHUNK),
             ]
-            changes = Changes(pa.Table.from_arrays(columns, schema=SHAPE.schema), SHAPE.keys.empty_table())
+            changes = EnrichedRows(pa.Table.from_arrays(columns, schema=SHAPE.schema), SHAPE.keys.empty_table())
             del columns
             yield changes
             del changes

@@ -18,18 +18,16 @@ from helpers import psql
 from pyspark.sql import SparkSession
 
 from replicad.errors import ColumnsChanged, DatabaseError, TableUnreadable, UsageError
-from replicad.spark import pipeline, starting
+from replicad.spark import pipeline
 from replicad.spark.checkpoint import open_checkpoint
 from replicad.spark.database import forget
-from replicad.spark.enrich import Changes, Enricher
-from replicad.spark.layouts import Wanted, find_layout
+from replicad.spark.enrich import EnrichedRows, Enricher
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.base import BatchId, Shape, Sink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.survey import Known
-from replicad.spark.tables import TableRule
+from replicad.spark.tables import Known, TableRule, WantedColumns, find_layout
 from replicad.spark.touches import TOUCH_SCHEMA, deduplicate
 
 RULE = TableRule("shard_{shard:04d}.cities")
@@ -43,7 +41,7 @@ def cities(database_url: str, daemon: FakeDaemon) -> Iterator[Cities]:
 
 def enricher(cities: Cities, known: Known, **renamed: str) -> Enricher:
     return Enricher(
-        cities.url, find_layout(cities.url, [RULE], Wanted("id", known=known, renamed=renamed, following=True))
+        cities.url, find_layout(cities.url, [RULE], WantedColumns("id", known=known, renamed=renamed, following=True))
     )
 
 
@@ -150,7 +148,7 @@ GROWN = Shape(NEW.schema, "id", {"n": "numeric(8,2)"}, frozenset({"born", "n"}))
 def put(sink: Sink, shape: Shape, number: int, **values: object) -> None:
     changed = pa.Table.from_pylist([{"_shard": 1, "_seq": number, **values}], shape.schema)
     batch = BatchId("q", number)
-    sink.commit(batch, [sink.apply(shape, batch, 0, [Changes(changed, shape.keys.empty_table())])])
+    sink.commit(batch, [sink.apply(shape, batch, 0, [EnrichedRows(changed, shape.keys.empty_table())])])
 
 
 PURGE = "purge"
@@ -233,7 +231,7 @@ def test_a_start_follows_stops_or_ignores_what_the_checkpoint_does_not_know(citi
 
     def columns(known: Known | None, **more: str) -> list[str]:
         config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, **more)
-        return list(starting.make_enricher(config, known).layout.schema.names)
+        return list(pipeline.make_enricher(config, known).layout.schema.names)
 
     assert columns(known, new_columns="ignore") == ["id", "name", "people", "area"]
     assert columns(known, new_columns="follow") == ["id", "name", "people", "area", "late"]
@@ -266,7 +264,7 @@ def test_a_running_pipeline_follows_a_migration_from_shard_to_shard(
 
     def start(*given: Any, **more: Any) -> Any:
         starts.append(Known.read(open_checkpoint(config.checkpoint)).types.get("people"))
-        return starting.start_query(*given, **more)
+        return pipeline.start_query(*given, **more)
 
     def until(_: PipelineResult) -> bool:
         if cities.daemon.tubes["t"].pods:

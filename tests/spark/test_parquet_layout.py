@@ -13,7 +13,7 @@ import pytest
 from test_sinks import SHAPE, changes, held, parquet_rows, put
 
 from replicad.errors import DownstreamUnavailable, UsageError
-from replicad.spark.sinks import manifest, parquet
+from replicad.spark.sinks import parquet
 from replicad.spark.sinks.base import BatchId
 from replicad.spark.sinks.parquet import ParquetSink
 
@@ -25,7 +25,7 @@ def made(folder: Path, keep: float = 0.0) -> ParquetSink:
 
 
 def all_files(folder: Path) -> int:
-    return len(list((folder / manifest.DATA).glob("*/*.parquet")))
+    return len(list((folder / parquet.DATA).glob("*/*.parquet")))
 
 
 def test_the_natural_way_of_reading_gives_each_row_once_as_it_is_now(tmp_path: Path) -> None:
@@ -57,12 +57,12 @@ def test_files_are_kept_by_time_and_not_by_the_number_of_batches(
     assert all_files(tmp_path) == 21
     made(tmp_path, keep=0)
     put(ParquetSink(tmp_path, keep=0), 21, changes({(1, 1): "v21"}))
-    assert (all_files(tmp_path), len(manifest.versions(tmp_path))) == (1, 1)
-    assert len(list((tmp_path / manifest.SNAPSHOTS).iterdir())) == 1
-    monkeypatch.setattr(manifest, "MOST_VERSIONS", 3)
+    assert (all_files(tmp_path), len(parquet.versions(tmp_path))) == (1, 1)
+    assert len(list((tmp_path / parquet.SNAPSHOTS).iterdir())) == 1
+    monkeypatch.setattr(parquet, "MOST_VERSIONS", 3)
     for number in range(22, 30):
         put(sink, number, changes({(1, 1): f"v{number}"}))
-    assert (all_files(tmp_path), len(manifest.versions(tmp_path))) == (3, 3)
+    assert (all_files(tmp_path), len(parquet.versions(tmp_path))) == (3, 3)
     assert parquet_rows(tmp_path) == {(1, 1): "v29"}
 
 
@@ -75,7 +75,7 @@ def test_a_crash_before_the_link_is_made_good_by_the_next_start_and_by_the_batch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "show", crash)
+        patch.setattr(parquet, "show", crash)
         with pytest.raises(KeyboardInterrupt):
             put(sink, 0, changes({(1, 1): "a"}))
     assert len(pd.read_parquet(tmp_path / "current")) == 0

@@ -14,9 +14,9 @@ import pyspark_replicad
 from replicad.errors import EnvironmentRefused, SparkWorkerLost, UsageError
 from replicad.spark import build_session, pipeline, register
 from replicad.spark.explaining import explain
-from replicad.spark.java import find_java, parse_version
 from replicad.spark.pipeline_config import PipelineConfig
 from replicad.spark.pipeline_file import DOWNSTREAMS, KINDS, load_config
+from replicad.spark.session import find_java, parse_version
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink

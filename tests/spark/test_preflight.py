@@ -18,10 +18,9 @@ from helpers import psql
 
 from replicad.errors import ConnectionLost, DatabaseRefused, UnknownTube, UsageError
 from replicad.spark import pipeline, preflight
-from replicad.spark.attachments import LOOK_EVERY, Attachments
 from replicad.spark.database import forget
 from replicad.spark.pipeline_config import PipelineConfig
-from replicad.spark.preflight import Watch, wait_until_ready
+from replicad.spark.preflight import LOOK_EVERY, Attachments, Watch, wait_until_ready
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.parquet import ParquetSink
 from tests.conftest import PATIENCE

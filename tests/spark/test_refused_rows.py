@@ -15,19 +15,18 @@ from index_server import IndexServer
 
 from replicad.errors import DownstreamError, DownstreamUnavailable, ValueUnheld
 from replicad.protocol.tokens import START
-from replicad.spark import poison
+from replicad.spark import parking
 from replicad.spark.checkpoint import PARKED, open_checkpoint
 from replicad.spark.database import forget
 from replicad.spark.holding import TubeHold
 from replicad.spark.options import parse_options
-from replicad.spark.poison import park_refused
-from replicad.spark.setting_aside import Suspects
+from replicad.spark.parking import SuspectShards, park_refused
+from replicad.spark.pipeline import make_enricher
 from replicad.spark.sinks.base import Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.starting import make_enricher
 from replicad.tubes.commands import Part
 
 GUARDED = """
@@ -166,7 +165,7 @@ def test_values_that_cannot_be_carried_are_parked_and_too_many_of_them_are_a_wro
     assert search(cities, sink, tmp_path) == dict.fromkeys((3, 4), "column born is infinity")
     put(cities, range(21, 24))
     psql(cities.url, "UPDATE shard_0001.cities SET born = '-infinity' WHERE id > 20")
-    monkeypatch.setattr(poison, "MOST_UNHELD", 2)
+    monkeypatch.setattr(parking, "MOST_UNHELD", 2)
     with pytest.raises(ValueUnheld, match="more than 2 rows cannot be carried, for example row 21 of shard 1"):
         search(cities, sink, tmp_path / "b")
 
@@ -193,7 +192,7 @@ def test_ids_of_unreadable_tables_are_parked_under_the_lease_of_the_running_quer
     checkpoint.make()
     given = {key: value for key, value in config.source_options.items() if key != "consumer"}
     options = parse_options({**given, "holder": "me"}, streaming=True)
-    suspects = Suspects(options, checkpoint)
+    suspects = SuspectShards(options, checkpoint)
     psql(cities.url, "DROP TABLE shard_0002.cities")
     found = enricher.unreadable([1, 2, 3])
     assert list(found) == [2]

@@ -17,8 +17,8 @@ from index_server import IndexServer
 
 from replicad.errors import DownstreamError, DownstreamUnavailable, RowRefused, UsageError
 from replicad.spark.database import forget
-from replicad.spark.enrich import Changes
-from replicad.spark.sinks import manifest, parquet
+from replicad.spark.enrich import EnrichedRows
+from replicad.spark.sinks import parquet
 from replicad.spark.sinks.base import BatchId, Shape
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
@@ -33,10 +33,14 @@ SHAPE = Shape(
 KEYS = pa.schema([("_shard", pa.int32()), ("id", pa.int64()), ("_seq", pa.int64())])
 
 
-def changes(writes: dict[tuple[int, int], str], deletes: list[tuple[int, int]] = [], seq: int = 1) -> list[Changes]:  # noqa: B006
+def changes(
+    writes: dict[tuple[int, int], str],
+    deletes: list[tuple[int, int]] = [],  # noqa: B006
+    seq: int = 1,
+) -> list[EnrichedRows]:
     rows = [{"id": i, "name": name, "_shard": shard, "_seq": seq} for (shard, i), name in writes.items()]
     gone = [{"_shard": shard, "id": i, "_seq": seq} for shard, i in deletes]
-    return [Changes(pa.Table.from_pylist(rows, SHAPE.schema), pa.Table.from_pylist(gone, KEYS))]
+    return [EnrichedRows(pa.Table.from_pylist(rows, SHAPE.schema), pa.Table.from_pylist(gone, KEYS))]
 
 
 def held(rows: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
@@ -52,7 +56,7 @@ def parquet_rows(folder: Path) -> dict[tuple[int, int], str]:
     return held(parquet.table(folder).to_pylist())
 
 
-def put(sink: ParquetSink, number: int, *tasks: list[Changes], step: int = 0) -> None:
+def put(sink: ParquetSink, number: int, *tasks: list[EnrichedRows], step: int = 0) -> None:
     batch = BatchId("q", number, step)
     sink.commit(batch, [sink.apply(SHAPE, batch, task, found) for task, found in enumerate(tasks)])
 
@@ -83,7 +87,7 @@ def test_a_parquet_folder_equals_a_dictionary_after_any_batches(
         put(sink, number, *tasks)
         model = {key: name for key, name in {**model, **writes}.items() if key not in gone}
         assert parquet_rows(sink.folder) == model
-    for leaves in manifest.latest(sink.folder).shards.values():  # type: ignore[union-attr]
+    for leaves in parquet.latest(sink.folder).shards.values():  # type: ignore[union-attr]
         lows = [leaf.low for leaf in leaves]
         assert lows == sorted(set(lows))
         assert all(leaf.rows < 2 * 4 for leaf in leaves)
@@ -180,7 +184,7 @@ def test_a_task_that_fails_in_the_middle_leaves_nothing(url: str) -> None:
     sink = PostgresSink(url, 'dw."Cit ies"')
     sink.prepare(SHAPE)
 
-    def half() -> Iterator[Changes]:
+    def half() -> Iterator[EnrichedRows]:
         yield from changes({(1, 1): "half"})
         raise RuntimeError("the executor dies")
 
@@ -199,7 +203,7 @@ def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_ski
     sink.prepare(SHAPE)
     inside, go_on = threading.Event(), threading.Event()
 
-    def slow() -> Iterator[Changes]:
+    def slow() -> Iterator[EnrichedRows]:
         yield from changes({(1, 1): "zombie"})
         inside.set()
         assert go_on.wait(PATIENCE)
@@ -358,7 +362,7 @@ TYPED = Shape(pa.schema([*SHAPE.schema, *MORE.items()]), "id", {"area": "numeric
 
 def documents(index: IndexServer, *rows: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
     given = [{"id": number, "name": "x", "_shard": 1, "_seq": 1, **row} for number, row in enumerate(rows)]
-    found = Changes(pa.Table.from_pylist(given, TYPED.schema), KEYS.empty_table())
+    found = EnrichedRows(pa.Table.from_pylist(given, TYPED.schema), KEYS.empty_table())
     bulk(index, document_id="{id}", **more).apply(TYPED, BatchId("q", 0), 0, [found])
     return [index.documents[str(one["id"])] for one in given]
 

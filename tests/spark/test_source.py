@@ -23,7 +23,7 @@ from replicad.errors import (
     UnknownTube,
     UsageError,
 )
-from replicad.spark.reading import read_range
+from replicad.spark.tubes import read_range
 from tests.conftest import PATIENCE
 
 from ..integration.clients.proxy import FaultProxy

@@ -12,9 +12,8 @@ import pytest
 import types_sent as sent
 from helpers import psql
 
-from replicad.spark.column_types import ColumnType
+from replicad.spark.columns import LIMITS, NULL, PARK, ColumnType
 from replicad.spark.database import forget
-from replicad.spark.reading_columns import LIMITS, NULL, PARK
 
 NUMBERS = {
     "date": "{v} - '1970-01-01'::date",

@@ -20,16 +20,15 @@ from helpers import psql
 from index_server import IndexServer
 
 from replicad.errors import ValueUnheld
+from replicad.spark.columns import ColumnForms
 from replicad.spark.enrich import Enricher
-from replicad.spark.layouts import Wanted, find_layout
-from replicad.spark.reading_columns import Reading
 from replicad.spark.sinks import parquet
 from replicad.spark.sinks.base import BatchId, Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.tables import TableRule
+from replicad.spark.tables import TableRule, WantedColumns, find_layout
 from replicad.spark.touches import TOUCH_SCHEMA, deduplicate
 
 PAGE = Path(__file__).parents[2] / "docs/types.md"
@@ -146,8 +145,8 @@ def texts_of(url: str, table: str, cells: Iterable[tuple[int, str]]) -> dict[int
 
 def carry(url: str, cases: list[Case], sink: Sink, out_of_range: str) -> dict[int, str]:
     """Send all rows to a downstream. Returns by id why a row was not sent."""
-    reading = Reading(out_of_range=out_of_range, exact=sink.casts)
-    layout = find_layout(url, [TableRule("public.every")], Wanted("id", reading=reading))
+    reading = ColumnForms(out_of_range=out_of_range, exact=sink.casts)
+    layout = find_layout(url, [TableRule("public.every")], WantedColumns("id", reading=reading))
     enricher = Enricher(url, layout)
     shape = Shape(enricher.schema, "id", layout.types)
     sink.prepare(shape)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from replicad.errors import UsageError
 from replicad.protocol.tokens import START, Cursor, Vector
-from replicad.spark.offsets import Place, Range, StreamOffset, TubeOffset
+from replicad.spark.offsets import Range, StreamOffset, TubeCursor, TubeOffset
 from replicad.tubes.commands import Part
 
 numbers = st.integers(0, (1 << 63) - 1)
-places = st.builds(Place, st.builds(Cursor, numbers, numbers), numbers)
+places = st.builds(TubeCursor, st.builds(Cursor, numbers, numbers), numbers)
 offsets = st.lists(places, min_size=1, max_size=12).map(lambda found: TubeOffset(tuple(found)))
 
 
@@ -27,7 +27,7 @@ def test_an_offset_survives_json_and_has_one_text(offset: TubeOffset) -> None:
 
 
 def test_the_text_is_the_one_that_checkpoints_hold() -> None:
-    offset = TubeOffset((Place(Cursor(120, 88), 1004), Place()))
+    offset = TubeOffset((TubeCursor(Cursor(120, 88), 1004), TubeCursor()))
     text = '{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{"b":0,"c":0,"r":0}},"v":1}'
     assert json.dumps(offset.to_json(), separators=(",", ":")) == text
 
@@ -58,22 +58,22 @@ def test_an_offset_of_another_version_is_not_guessed_at() -> None:
 
 
 def test_ranges_leave_out_partitions_that_did_not_move() -> None:
-    start = TubeOffset((Place(Cursor(5, 0), 5), Place(Cursor(6, 2), 3)))
-    end = TubeOffset((Place(Cursor(5, 0), 5), Place(Cursor(9, 4), 10)))
+    start = TubeOffset((TubeCursor(Cursor(5, 0), 5), TubeCursor(Cursor(6, 2), 3)))
+    end = TubeOffset((TubeCursor(Cursor(5, 0), 5), TubeCursor(Cursor(9, 4), 10)))
     assert start.ranges_to(end) == [Range(Part(1, 2), Cursor(6, 2), Cursor(9, 4), 7)]
     assert end.ranges_to(end) == []
 
 
 def test_another_number_of_partitions_begins_anew() -> None:
-    start = TubeOffset((Place(Cursor(50, 9), 20),))
-    end = TubeOffset((Place(Cursor(60, 0), 4), Place()))
+    start = TubeOffset((TubeCursor(Cursor(50, 9), 20),))
+    end = TubeOffset((TubeCursor(Cursor(60, 0), 4), TubeCursor()))
     assert start.ranges_to(end) == [Range(Part(0, 2), START, Cursor(60, 0), 4)]
     assert start.ranges_to(TubeOffset.beginning(2)) == []
 
 
 def test_a_cursor_that_went_back_begins_anew() -> None:
-    start = TubeOffset((Place(Cursor(50, 9), 20),))
-    end = TubeOffset((Place(Cursor(7, 0), 3),))
+    start = TubeOffset((TubeCursor(Cursor(50, 9), 20),))
+    end = TubeOffset((TubeCursor(Cursor(7, 0), 3),))
     assert start.ranges_to(end) == [Range(Part(0, 1), START, Cursor(7, 0), 3)]
 
 
@@ -83,7 +83,7 @@ def test_ranges_add_up_to_what_lies_between(start: TubeOffset, data: st.DataObje
     moved = [data.draw(steps) for _ in start.places]
     end = TubeOffset(
         tuple(
-            Place(Cursor(place.cursor.regular + r, place.cursor.backfill + b), place.pods + c)
+            TubeCursor(Cursor(place.cursor.regular + r, place.cursor.backfill + b), place.pods + c)
             for place, (r, b, c) in zip(start.places, moved, strict=True)
         )
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from replicad.protocol.tokens import Cursor
-from replicad.spark.offsets import Place, TubeOffset
+from replicad.spark.offsets import TubeCursor, TubeOffset
 
 FILE = Path(__file__).parents[2] / "docs/examples/waiting_pods.py"
 
@@ -26,7 +26,7 @@ def example() -> Any:
 
 
 def offset(*pods: int) -> dict[str, Any]:
-    return TubeOffset(tuple(Place(Cursor(9, 0), count) for count in pods)).to_json("t", 1)
+    return TubeOffset(tuple(TubeCursor(Cursor(9, 0), count) for count in pods)).to_json("t", 1)
 
 
 def test_the_pods_that_wait_are_those_between_the_two_offsets() -> None:

@@ -16,12 +16,12 @@ from typing import ClassVar
 import pyarrow as pa
 
 from replicad.errors import DownstreamUnavailable
-from replicad.spark.enrich import Changes
+from replicad.spark.enrich import EnrichedRows
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The columns of `Changes.writes`, with `_shard` and `_seq`, and the name of the id column.
+    """The columns of `EnrichedRows.writes`, with `_shard` and `_seq`, and the name of the id column.
 
     A row's identity is (`_shard`, id). `_seq` is the seq of the last touch for which it was written. `types`: the types
     that the columns have in Postgres (see `tables.Layout`), where they are known. `added` are columns that
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def keys(self) -> pa.Schema:
-        """The columns of `Changes.deletes`."""
+        """The columns of `EnrichedRows.deletes`."""
         return pa.schema([("_shard", pa.int32()), (self.id, pa.int64()), ("_seq", pa.int64())])
 
 
@@ -95,7 +95,7 @@ class Sink(ABC):
         return None
 
     @abstractmethod
-    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
         """In a task: write its changes. A repeated batch has the same task numbers; -1 is the driver.
 
         An id is in one task only, once. Every iteration over `changes` looks up the rows again, in bounded pieces.
@@ -109,7 +109,7 @@ class Sink(ABC):
         del batch, applied
         return None
 
-    def try_out(self, shape: Shape, changes: Changes) -> None:
+    def try_out(self, shape: Shape, changes: EnrichedRows) -> None:
         """On the driver, after batches failed: write these changes, or find out whether they would be taken.
 
         Only called while no batch runs. The rows are current ones, so it does no harm to write them for good.

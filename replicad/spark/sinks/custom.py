@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replicad.errors import DownstreamError, DownstreamUnavailable, ReplicadError, RowRefused, UsageError
-from replicad.spark.enrich import Changes
+from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 
@@ -79,7 +79,7 @@ class CustomSink(Sink):
                 f"{type(self.target).__qualname__}.identity() failed: {type(error).__name__}: {error}"
             ) from error
 
-    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:  # noqa: ARG002
         """Pass the changes to the class, chunk by chunk."""
         written = deleted = 0
         for change in changes:
@@ -101,7 +101,7 @@ class CustomSink(Sink):
                 ) from error
         return Applied(written, deleted)
 
-    def try_out(self, shape: Shape, changes: Changes) -> None:
+    def try_out(self, shape: Shape, changes: EnrichedRows) -> None:
         """Write them: `write` is safe to repeat. What is not an OSError is because of the rows."""
         try:
             self.apply(shape, BatchId("", 0), 0, [changes])

@@ -22,10 +22,10 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
-from replicad.spark.enrich import Changes, conform
-from replicad.spark.places import local_path
+from replicad.spark.checkpoint import local_path
+from replicad.spark.columns import remedy, widens
+from replicad.spark.enrich import EnrichedRows, conform
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink, written
-from replicad.spark.widening import remedy, widens
 
 STAGING = "_replicad"  # Delta and its VACUUM ignore folders that begin with _
 _GONE = "_gone"
@@ -94,12 +94,12 @@ class DeltaSink(Sink):
         """The number that Delta gave to the table."""
         return str(_deltalake().DeltaTable(self.uri, storage_options=self.storage or None).metadata().id)
 
-    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
         """Stage the changes in a new file."""
         with written(f"the Delta table {self.uri}"):
             return self._stage(shape, batch, task, changes)
 
-    def _stage(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
+    def _stage(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
         if self._holds(batch):
             return Applied(repeated=True)
         store, root = _store(self.uri)

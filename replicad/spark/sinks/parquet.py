@@ -8,30 +8,344 @@ machine, or on a shared file system with links.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import errno
+import itertools
 import json
+import os
+import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
-from replicad.spark.enrich import Changes, conform
-from replicad.spark.places import local_path
-from replicad.spark.sinks import manifest
+from replicad.spark.checkpoint import local_path
+from replicad.spark.columns import grows, remedy
+from replicad.spark.enrich import EnrichedRows, conform
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink, written
-from replicad.spark.sinks.leaves import Files, ShardWriter
-from replicad.spark.sinks.manifest import Leaf, Manifest
-from replicad.spark.widening import grows, remedy
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+FORMAT = 1
+CURRENT, DATA, MANIFESTS, SNAPSHOTS = "current", "_data", "_manifest", "_snapshots"
+MOST_VERSIONS = 10_000  # whatever their age; a file system allows 65,000 hard links to a file, and more is of no use
+KEPT_QUERIES = 16  # queries whose last batch is stored; every new checkpoint adds one
+_NAME = re.compile(r"([0-9]{20})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One file: the ids of a shard from `low` on, the number of its rows, and their lowest `_seq`."""
+
+    low: int
+    file: str
+    rows: int
+    min_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One version of the table. `shards` maps a shard to its leaves by `low`, `applied` a query to its last (batch,
+    step).
+    """
+
+    version: int
+    shape: Shape
+    shards: Mapping[int, tuple[Leaf, ...]] = field(default_factory=dict)
+    applied: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[str]:
+        """The files of this version, relative to the folder's `data`."""
+        return [leaf.file for leaves in self.shards.values() for leaf in leaves]
+
+    @property
+    def rows(self) -> int:
+        """Rows in this version."""
+        return sum(leaf.rows for leaves in self.shards.values() for leaf in leaves)
+
+    def holds(self, batch: BatchId) -> bool:
+        """Whether the batch, or a later one of its query, is in the table."""
+        return self.applied.get(batch.query, (-1, 0)) >= (batch.number, batch.step)
+
+    def with_batch(self, batch: BatchId, changed: Mapping[int, Sequence[Leaf]]) -> Manifest:
+        """The next version, with the batch and the new leaves of the shards in `changed`."""
+        shards = {**self.shards, **{shard: tuple(leaves) for shard, leaves in changed.items()}}
+        applied = {query: at for query, at in self.applied.items() if query != batch.query}
+        applied[batch.query] = (batch.number, batch.step)
+        kept = dict(list(applied.items())[-KEPT_QUERIES:])
+        return Manifest(
+            self.version + 1, self.shape, {shard: leaves for shard, leaves in shards.items() if leaves}, kept
+        )
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": self.version,
+                "id": self.shape.id,
+                "schema": base64.b64encode(self.shape.schema.serialize()).decode(),
+                "applied": {query: list(at) for query, at in self.applied.items()},
+                "shards": {
+                    str(shard): [[leaf.low, leaf.file, leaf.rows, leaf.min_seq] for leaf in leaves]
+                    for shard, leaves in sorted(self.shards.items())
+                },
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote. Raises ValueError, KeyError or TypeError for other text."""
+        found: dict[str, Any] = json.loads(text)
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']}")
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
+        shards = {int(shard): tuple(Leaf(*leaf) for leaf in leaves) for shard, leaves in found["shards"].items()}
+        applied = {query: (at[0], at[1]) for query, at in found["applied"].items()}
+        return cls(found["version"], Shape(schema, found["id"]), shards, applied)
+
+
+def path_of(folder: Path, version: int) -> Path:
+    """The file of a version."""
+    return folder / MANIFESTS / f"{version:020d}.json"
+
+
+def versions(folder: Path) -> list[int]:
+    """The existing versions in ascending order."""
+    try:
+        names = os.listdir(folder / MANIFESTS)
+    except FileNotFoundError:
+        return []
+    return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
+
+
+def latest(folder: Path) -> Manifest | None:
+    """The current version; None if there is none. Raises DownstreamError if it cannot be read."""
+    found = versions(folder)
+    return load(folder, found[-1]) if found else None
+
+
+def load(folder: Path, version: int) -> Manifest:
+    """One version. Raises DownstreamError if it cannot be read."""
+    path = path_of(folder, version)
+    try:
+        return Manifest.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DownstreamError(f"{path} cannot be read as a manifest of a replicad folder: {error}") from error
+
+
+def publish(folder: Path, manifest: Manifest) -> bool:
+    """Make a version the current one. False, without any change, if another process has made that version."""
+    path = path_of(folder, manifest.version)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        with draft.open("x", encoding="utf-8") as out:
+            out.write(manifest.to_json())
+            out.flush()
+            os.fsync(out.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        sync_folder(path.parent)
+        return True
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder to disk, so that its names survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def show(folder: Path) -> None:
+    """Let `current` be the files of the last version. Safe to repeat, and for several processes at once."""
+    shown = None
+    while (found := latest(folder)) is not None and found.version != shown:
+        name = f"{found.version:020d}"
+        if not (folder / SNAPSHOTS / name).exists():
+            _link_files(folder, found, folder / SNAPSHOTS / name)
+        link = folder / f".{CURRENT}.{os.getpid()}.{os.urandom(4).hex()}"
+        link.symlink_to(Path(SNAPSHOTS) / name)
+        os.replace(link, folder / CURRENT)
+        shown = found.version  # another process may have published and shown a later one in between
+
+
+def _link_files(folder: Path, found: Manifest, tree: Path) -> None:
+    draft = tree.with_name(f".{tree.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    draft.mkdir(parents=True)
+    try:
+        for file in found.files:
+            os.link(folder / DATA / file, draft / file.replace("/", "-"))
+        if not found.files:  # a table without rows is no error for who reads it
+            pq.write_table(found.shape.schema.empty_table(), draft / "empty.parquet")
+        with contextlib.suppress(FileExistsError):  # another process was first
+            draft.rename(tree)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def drop_old_versions(folder: Path, older_than: float) -> None:
+    """Delete the versions that were replaced before `older_than` (seconds since the epoch), and files of theirs alone.
+
+    The last version stays. At most `MOST_VERSIONS` are kept.
+    """
+    known = versions(folder)
+    for number, version in enumerate(known[:-1]):
+        with contextlib.suppress(DownstreamError, FileNotFoundError):  # another process has deleted the version
+            replaced = path_of(folder, known[number + 1]).stat().st_mtime
+            if replaced >= older_than and len(known) - number <= MOST_VERSIONS:
+                return
+            next_files = set(load(folder, version + 1).files)
+            for file in load(folder, version).files:
+                if file not in next_files:
+                    (folder / DATA / file).unlink(missing_ok=True)
+        shutil.rmtree(folder / SNAPSHOTS / f"{version:020d}", ignore_errors=True)
+        path_of(folder, version).unlink(missing_ok=True)
+
+
+def orphans(folder: Path, older_than: float) -> Iterator[Path]:
+    """What a crash has left, last changed before `older_than`: files in no version, and folders of links half made."""
+    used = {file for version in versions(folder) for file in load(folder, version).files}
+    for path in (folder / DATA).glob("*/*.parquet"):
+        if f"{path.parent.name}/{path.name}" not in used and path.stat().st_mtime < older_than:
+            yield path
+    for path in [*(folder / SNAPSHOTS).glob(".*"), *folder.glob(f".{CURRENT}.*")]:
+        if path.lstat().st_mtime < older_than:
+            yield path
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Writes files of the table in `folder`, of about `rows_per_file` rows; `number` is in their names."""
+
+    folder: Path
+    schema: pa.Schema
+    id: str
+    rows_per_file: int
+    number: int
+
+    def read(self, leaf: Leaf) -> pa.Table:
+        """The rows of a file."""
+        return pq.read_table(self.folder / DATA / leaf.file, schema=self.schema)
+
+    def write(self, shard: int, rows: pa.Table) -> list[Leaf]:
+        """Write rows sorted by id into as few files as their number allows; none for no rows."""
+        if not len(rows):
+            return []
+        pieces = max(1, len(rows) // self.rows_per_file) if len(rows) >= 2 * self.rows_per_file else 1
+        cuts = [len(rows) * piece // pieces for piece in range(pieces + 1)]
+        folder = self.folder / DATA / f"shard-{shard}"
+        folder.mkdir(exist_ok=True)
+        made = []
+        for start, end in itertools.pairwise(cuts):
+            piece = rows.slice(start, end - start)
+            name = f"{self.number:012d}-{os.urandom(8).hex()}.parquet"
+            with (folder / name).open("xb") as out:
+                pq.write_table(piece, out, compression="zstd", compression_level=1)
+                out.flush()
+                os.fsync(out.fileno())
+            lowest = pc.min(piece.column("_seq")).as_py()
+            made.append(Leaf(piece.column(self.id)[0].as_py(), f"shard-{shard}/{name}", len(piece), lowest))
+        sync_folder(folder)
+        return made
+
+
+@dataclass(slots=True)
+class ShardWriter:
+    """Changes the files of one shard: `add` with ascending ids, then `finish`. `deleted` counts rows."""
+
+    files: Files
+    shard: int
+    leaves: Sequence[Leaf]
+    deleted: int = 0
+    _at: int = 0  # the leaf whose range the next ids belong to
+    _old: pa.Table | None = None  # rows of that leaf that are neither changed nor written; None: not read
+    _new: list[pa.Table] = field(default_factory=list)
+    _made: list[Leaf] = field(default_factory=list)
+
+    def add(self, writes: pa.Table, deletes: pa.Table) -> None:
+        """Take changes whose ids are above those of all earlier ones."""
+        while self._at + 1 < len(self.leaves):
+            low = self.leaves[self._at + 1].low
+            self._take(*(self._below(table, low) for table in (writes, deletes)))
+            writes, deletes = (self._from(table, low) for table in (writes, deletes))
+            if not len(writes) and not len(deletes):
+                return
+            self._close()
+        self._take(writes, deletes)
+
+    def finish(self) -> list[Leaf]:
+        """The files of the shard now."""
+        while self._at < max(1, len(self.leaves)):
+            self._close()
+        return self._made
+
+    def _take(self, writes: pa.Table, deletes: pa.Table) -> None:
+        if not len(writes) and not len(deletes):
+            return
+        id_ = self.files.id
+        if self._old is None:
+            self._old = self.files.read(self.leaves[self._at]) if self.leaves else self.files.schema.empty_table()
+        ids = pa.concat_arrays([*writes.column(id_).chunks, *deletes.column(id_).chunks])
+        there = self._old.column(id_)
+        self.deleted += pc.sum(pc.is_in(there, value_set=deletes.column(id_).combine_chunks())).as_py() or 0
+        self._old = self._old.filter(pc.invert(pc.is_in(there, value_set=ids)))
+        self._new.append(writes)
+        if len(self._old) + sum(map(len, self._new)) >= 4 * self.files.rows_per_file:
+            self._write_below(pc.max(ids).as_py())
+
+    def _write_below(self, last: int) -> None:
+        """Write the rows up to the id `last`, but for so many that the next file does not become a small one."""
+        rows = self._sorted()
+        done = pc.sum(pc.less_equal(rows.column(self.files.id), last)).as_py() - self.files.rows_per_file
+        if done >= self.files.rows_per_file:
+            self._made += self.files.write(self.shard, rows.slice(0, done))
+            rows = _copy(rows.slice(done))
+        self._old, self._new = rows, []
+
+    def _sorted(self) -> pa.Table:
+        assert self._old is not None
+        return pa.concat_tables([self._old, *self._new]).sort_by(self.files.id)
+
+    def _close(self) -> None:
+        if self._old is not None:
+            self._made += self.files.write(self.shard, self._sorted())
+        elif self.leaves:
+            self._made.append(self.leaves[self._at])
+        self._old, self._new = None, []
+        self._at += 1
+
+    def _below(self, table: pa.Table, low: int) -> pa.Table:
+        return table.filter(pc.less(table.column(self.files.id), low))
+
+    def _from(self, table: pa.Table, low: int) -> pa.Table:
+        return table.filter(pc.greater_equal(table.column(self.files.id), low))
+
+
+def _copy(rows: pa.Table) -> pa.Table:
+    """The rows in memory of their own: a slice keeps all of the table that it is of."""
+    return rows.take(pa.array(range(len(rows)), pa.int64()))
+
 
 ROWS_PER_FILE = 50_000  # a changed row rewrites one file, which takes some tens of milliseconds at this size
 KEEP = 600.0  # seconds; a replaced file of 50,000 rows takes about 1 MB meanwhile
@@ -65,18 +379,18 @@ class ParquetSink(Sink):
     def prepare(self, shape: Shape) -> None:
         """Create the folder, refuse one with another table, and remove old files that a crash left."""
         try:
-            for name in (manifest.DATA, manifest.MANIFESTS, manifest.SNAPSHOTS):
+            for name in (DATA, MANIFESTS, SNAPSHOTS):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise EnvironmentRefused(f"downstream folder {self.folder} cannot be made: {error.strerror}") from error
-        shown = self.folder / manifest.CURRENT
+        shown = self.folder / CURRENT
         if shown.exists() and not shown.is_symlink():
             raise UsageError(f"{shown} is not a link of a pipeline; use another folder")
-        found = manifest.latest(self.folder)
+        found = latest(self.folder)
         if found is None:
-            if any((self.folder / manifest.DATA).iterdir()):
-                raise UsageError(f"{self.folder / manifest.DATA} is not empty and has no manifest; use another folder")
-            manifest.publish(self.folder, Manifest(0, shape))
+            if any((self.folder / DATA).iterdir()):
+                raise UsageError(f"{self.folder / DATA} is not empty and has no manifest; use another folder")
+            publish(self.folder, Manifest(0, shape))
         elif found.shape.id == shape.id and grows(
             found.shape.schema, shape.schema, added=shape.added, widened=shape.widened
         ):
@@ -91,9 +405,9 @@ class ParquetSink(Sink):
             )
         if not self._identity.exists():
             self._identity.write_text(f"{uuid.uuid4()}\n", encoding="ascii")
-        for path in manifest.orphans(self.folder, time.time() - _ORPHAN_AGE):
+        for path in orphans(self.folder, time.time() - _ORPHAN_AGE):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-        manifest.show(self.folder)  # a crash may have come between the two
+        show(self.folder)  # a crash may have come between the two
 
     @property
     def _identity(self) -> Path:
@@ -103,12 +417,12 @@ class ParquetSink(Sink):
         """Of the folder: the number that it got when it was made."""
         return self._identity.read_text(encoding="ascii").strip()
 
-    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:  # noqa: ARG002
         """Write new files for the changed ids. `commit` makes them part of the table."""
         with written(f"downstream folder {self.folder}"):
             return self._apply(shape, batch, changes)
 
-    def _apply(self, shape: Shape, batch: BatchId, changes: Iterable[Changes]) -> Applied:
+    def _apply(self, shape: Shape, batch: BatchId, changes: Iterable[EnrichedRows]) -> Applied:
         base = self._latest()
         if base.holds(batch):
             return Applied(repeated=True)
@@ -131,8 +445,8 @@ class ParquetSink(Sink):
         """Publish the next version of the table, unless the batch is already in it."""
         with written(f"downstream folder {self.folder}"):
             self._commit(batch, applied)
-            manifest.show(self.folder)
-            manifest.drop_old_versions(self.folder, time.time() - self.keep)
+            show(self.folder)
+            drop_old_versions(self.folder, time.time() - self.keep)
 
     def _commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:
         base = self._latest()
@@ -144,7 +458,7 @@ class ParquetSink(Sink):
         changed = {
             int(shard): [Leaf(*leaf) for leaf in leaves] for note in notes for shard, leaves in note["shards"].items()
         }
-        if not manifest.publish(self.folder, base.with_batch(batch, changed)):
+        if not publish(self.folder, base.with_batch(batch, changed)):
             raise self._taken()
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
@@ -152,12 +466,12 @@ class ParquetSink(Sink):
         found: list[pa.Array] = []
         for leaf in self._latest().shards.get(shard, ()):
             if leaf.min_seq < before and sum(map(len, found)) < limit:
-                table = pq.read_table(self.folder / manifest.DATA / leaf.file, columns=[shape.id, "_seq"])
+                table = pq.read_table(self.folder / DATA / leaf.file, columns=[shape.id, "_seq"])
                 found.append(table.filter(pc.less(table.column("_seq"), before)).column(shape.id).combine_chunks())
         return pa.concat_arrays([pa.array([], pa.int64()), *found])[:limit]
 
     def _latest(self) -> Manifest:
-        found = manifest.latest(self.folder)
+        found = latest(self.folder)
         if found is None:
             raise DownstreamError(f"{self.folder} has no manifest; was it removed while the pipeline was running?")
         return found
@@ -174,14 +488,14 @@ class ParquetSink(Sink):
         for shard, leaves in found.shards.items():
             made: list[Leaf] = []
             for leaf in leaves:
-                rows = pq.read_table(self.folder / manifest.DATA / leaf.file, schema=found.shape.schema)
+                rows = pq.read_table(self.folder / DATA / leaf.file, schema=found.shape.schema)
                 made.extend(files.write(shard, conform(rows, shape.schema)))
             shards[shard] = tuple(made)
-        if not manifest.publish(self.folder, Manifest(found.version + 1, shape, shards, found.applied)):
+        if not publish(self.folder, Manifest(found.version + 1, shape, shards, found.applied)):
             raise self._taken()
 
 
-def _by_shard(changes: Iterable[Changes], id_: str) -> Iterator[tuple[int, pa.Table, pa.Table]]:
+def _by_shard(changes: Iterable[EnrichedRows], id_: str) -> Iterator[tuple[int, pa.Table, pa.Table]]:
     """The writes and deletes of one shard each, sorted by id. What comes of a shard has ascending ids."""
     for change in changes:
         shards = pa.concat_arrays([*change.writes.column("_shard").chunks, *change.deletes.column("_shard").chunks])
@@ -211,13 +525,13 @@ def current(folder: Path | str) -> list[Path]:
         UsageError: the folder has no table of a pipeline.
     """
     found = _current(folder)
-    return [Path(folder) / manifest.DATA / file for file in found.files]
+    return [Path(folder) / DATA / file for file in found.files]
 
 
 def table(folder: Path | str) -> pa.Table:
     """The table as it is now, in memory."""
     found = _current(folder)
-    pieces = [pq.read_table(Path(folder) / manifest.DATA / file, schema=found.shape.schema) for file in found.files]
+    pieces = [pq.read_table(Path(folder) / DATA / file, schema=found.shape.schema) for file in found.files]
     return pa.concat_tables([found.shape.schema.empty_table(), *pieces])
 
 
@@ -232,7 +546,7 @@ def read(spark: SparkSession, folder: Path | str) -> DataFrame:
 
 
 def _current(folder: Path | str) -> Manifest:
-    found = manifest.latest(Path(folder))
+    found = latest(Path(folder))
     if found is None:
         raise UsageError(f"{folder} has no table of a replicad pipeline")
     return found

@@ -25,9 +25,9 @@ from replicad.errors import (
     UsageError,
 )
 from replicad.eventlog import get_logger
-from replicad.spark.column_types import COLUMNS, ColumnType
+from replicad.spark.columns import COLUMNS, ColumnType
 from replicad.spark.database import PATIENCE, forget, literal, patiently, quote
-from replicad.spark.enrich import Changes
+from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.sqlstates import NOT_OF_A_ROW, means
 
@@ -189,7 +189,7 @@ class PostgresSink(Sink):
             )
         return ", ".join(f"{quote(name)}::{there[name]}" for name in shape.schema.names)
 
-    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
         """One transaction: the batch's number, the writes, the deletes."""
 
         def work(driver: Any) -> Applied:
@@ -200,7 +200,7 @@ class PostgresSink(Sink):
 
         return patiently(self.url, work, transactional=True, patience=self.patience)
 
-    def _apply(self, cursor: Any, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
+    def _apply(self, cursor: Any, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
         who = (batch.query, self.table, task)
         if not _ask(cursor, _CLAIM.format(batches=self._batches), *who, batch.number, batch.step):
             return Applied(repeated=True)
@@ -208,7 +208,7 @@ class PostgresSink(Sink):
         _ask(cursor, _COUNT.format(batches=self._batches), *who, applied.written, applied.deleted)
         return applied
 
-    def _write(self, cursor: Any, shape: Shape, changes: Iterable[Changes]) -> Applied:
+    def _write(self, cursor: Any, shape: Shape, changes: Iterable[EnrichedRows]) -> Applied:
         typed = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)
         stage = f"replicad_stage_{zlib.crc32(f'{self.table} {typed}'.encode()):08x}"
         cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {stage} ({typed}) ON COMMIT DELETE ROWS")
@@ -225,7 +225,7 @@ class PostgresSink(Sink):
         written = _ask(cursor, self._upsert(shape, stage, casts))[0][0] if staged else 0
         return Applied(written, deleted)
 
-    def try_out(self, shape: Shape, changes: Changes) -> None:
+    def try_out(self, shape: Shape, changes: EnrichedRows) -> None:
         """In a transaction that is rolled back."""
 
         def work(driver: Any) -> None:

@@ -1,19 +1,154 @@
-"""How each column of a table is read: the SQL expression, the Arrow type of it, and what Arrow cannot hold.
+"""The types of columns: in Postgres, in Arrow, and which type can hold the values of another type.
 
-The type in Postgres decides, not what the driver makes of it: the driver gives money as its number of cents, and a date
-of `infinity` as some day. Types that Arrow does not have come as their text. docs/types.md shows what each downstream
-gets.
+`ColumnType` distinguishes types by the text of format_type(). A value may become another type if every value has one
+form in it (`integer` in `bigint`, `numeric(8,2)` in `numeric`); every value has one form in `text`. A change that
+could round or cut off a value is refused. JSON in a text is read as JSON: Postgres refuses other texts, row by row.
+
+`Column` has the SQL expression and the Arrow type of a column. The type in Postgres decides, not the driver's value:
+the driver gives money as its number of cents, and a date of `infinity` as some day. Types that Arrow does not have come
+as their text. docs/types.md shows what each downstream gets.
+
+`widens` decides which Arrow type holds every value of another type: files are written anew when a column gets a wider
+type.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 
-from replicad.spark.column_types import COLUMNS, ColumnType
 from replicad.spark.database import literal, quote
+
+COLUMNS: Final = """
+WITH RECURSIVE typed (number, name, type, modifier) AS (
+  SELECT a.attnum, a.attname, a.atttypid, a.atttypmod FROM pg_catalog.pg_attribute a
+  WHERE a.attrelid = {table}::pg_catalog.regclass AND a.attnum > 0 AND NOT a.attisdropped
+  UNION ALL
+  SELECT d.number, d.name, t.typbasetype, t.typtypmod FROM typed d JOIN pg_catalog.pg_type t ON t.oid = d.type
+  WHERE t.typtype = 'd')
+SELECT d.name::text, pg_catalog.format_type(d.type, d.modifier)
+FROM typed d JOIN pg_catalog.pg_type t ON t.oid = d.type WHERE t.typtype <> 'd' ORDER BY d.number
+"""
+"""Names and types of the columns of {table}, a quoted literal. In place of a domain comes what it is made of."""
+
+_DIGITS = {"smallint": 5, "integer": 10, "bigint": 19}
+_TEXTS = {"text", "character varying", "citext"}
+_JSON = {"json", "jsonb", "character", *_TEXTS}
+_TAKES = {
+    "real": {"smallint"},
+    "double precision": {"smallint", "integer", "real"},
+    "json": _JSON,
+    "jsonb": _JSON,
+    "timestamp without time zone": {"date"},
+}  # beside themselves; with any arguments
+_LENGTHS = {
+    "character varying", "bit varying", "interval", "time without time zone", "time with time zone",
+    "timestamp without time zone", "timestamp with time zone",
+}  # fmt: skip
+_UNBOUNDED = {"numeric", *_LENGTHS}  # without arguments they hold every value of the type
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnType:
+    """As format_type() writes it: `numeric(8,2)[]` has the name `numeric`, the arguments (8, 2), and is a list."""
+
+    name: str
+    arguments: tuple[int, ...] = ()
+    is_list: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> ColumnType:
+        """From the text of format_type()."""
+        plain = text.removesuffix("[]")
+        found = None if plain.startswith('"') else re.search(r"\((-?\d+(?:,-?\d+)*)\)", plain)
+        if found is None:
+            return cls(plain, (), plain != text)
+        name = plain[: found.start()] + plain[found.end() :]
+        return cls(name, tuple(int(number) for number in found[1].split(",")), plain != text)
+
+    def holds(self, source: ColumnType) -> bool:
+        """Whether a column of this type holds every value of `source`, unchanged or as its one form in this type."""
+        if self.name in _TEXTS and not self.arguments and not self.is_list:
+            return True
+        if self.is_list != source.is_list:
+            return False
+        return self._has_room_for(source.arguments) if self.name == source.name else self._takes(source)
+
+    def _has_room_for(self, arguments: tuple[int, ...]) -> bool:
+        """Whether it holds every value of the same type with these arguments."""
+        if self.arguments == arguments or (not self.arguments and self.name in _UNBOUNDED):
+            return True
+        if not self.arguments or not arguments:
+            return False
+        if self.name == "numeric":
+            (digits, scale), (theirs, their_scale) = self.arguments, arguments
+            return scale >= their_scale and digits - scale >= theirs - their_scale
+        return self.name in _LENGTHS and self.arguments >= arguments
+
+    def _takes(self, source: ColumnType) -> bool:
+        """Whether it holds every value of a type with another name."""
+        digits = _DIGITS.get(source.name)
+        if self.name == "numeric" and digits is not None:
+            return not self.arguments or self.arguments[0] - self.arguments[1] >= digits
+        if self.name in _DIGITS:
+            return digits is not None and digits < _DIGITS[self.name]
+        if self.name == "character varying":
+            return source.name == "character" and self.arguments >= source.arguments
+        return source.name in _TAKES.get(self.name, ())
+
+
+_ARROW_DIGITS = {pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
+_WIDER = {
+    pa.int64(): (pa.int16(), pa.int32()),
+    pa.int32(): (pa.int16(),),
+    pa.float64(): (pa.int16(), pa.int32(), pa.float32()),
+    pa.float32(): (pa.int16(),),
+}
+
+
+def widens(before: pa.DataType, after: pa.DataType) -> bool:
+    """Whether a cast from `before` to `after` changes no value, and gives the text that Postgres would give."""
+    if pa.types.is_list(before) and pa.types.is_list(after):
+        return widens(before.value_type, after.value_type)
+    digits, decimal = _ARROW_DIGITS.get(before), pa.types.is_decimal(before)
+    if pa.types.is_decimal(after):
+        whole = after.precision - after.scale
+        if decimal:
+            return bool(after.scale >= before.scale and whole >= before.precision - before.scale)
+        return digits is not None and bool(whole >= digits)
+    if pa.types.is_string(after):
+        return bool(decimal) or digits is not None
+    if pa.types.is_timestamp(after):
+        return bool(before == pa.date32() and after.tz is None)
+    return before in _WIDER.get(after, ())
+
+
+def grows(before: pa.Schema, after: pa.Schema, added: Collection[str], widened: Collection[str]) -> bool:
+    """Whether the only differences are columns of `added`, and wider types of columns of `widened`; and there are some.
+
+    The order of the columns counts.
+    """
+    new = [name for name in after.names if name not in before.names]
+    kept = [field for field in after if field.name not in new]
+    if before == after or [field.name for field in kept] != before.names or not set(new) <= set(added):
+        return False
+    return all(
+        field.type == before.field(field.name).type
+        or (field.name in widened and widens(before.field(field.name).type, field.type))
+        for field in kept
+    )
+
+
+def remedy(before: pa.DataType, after: pa.DataType) -> str:
+    """What a user may set so that a column keeps its type, as the beginning of a sentence; empty for nothing."""
+    if pa.types.is_string(before) and pa.types.is_decimal(after):
+        return 'set [enrich] numeric = "text", or '
+    return ""
+
 
 MOST_DIGITS = 38  # of a decimal in Spark, Delta and Arrow's decimal128
 DECIMAL, TEXT, FLOAT = "decimal", "text", "float"
@@ -76,7 +211,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ColumnForms:
     """The rules for columns. `exact`: whatever Arrow could change comes as its text, for a downstream that casts it.
 
     `numeric` is one of NUMERIC_FORMS. `out_of_range` is one of RANGE_FORMS: what is done with dates and

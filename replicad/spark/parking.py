@@ -1,15 +1,23 @@
-"""Find ids whose rows cannot be read or are refused downstream, and park them with the reason. The others go on.
+"""Parks ids whose rows cannot be read or are refused downstream, with the reason. The other ids go on.
 
 After a dropped column, with a view that fails for one row, or a constraint downstream, a batch would fail for ever.
 `park_refused` looks up all waiting ids and tries their rows out as a task would, halves a chunk that fails until one id
 is left, and parks it (`replicad tubes parked` lists and replays parked ids). If no id works, the ids are mostly not the
 reason, and none is parked. The query must not run meanwhile; its lease is used.
+
+A table may be unreadable: it was dropped, or has lost a column or its rights. The first batch that finds it fails, and
+the run reads all tables again, because a column may have been renamed in a known way. A shard whose table still cannot
+be read is a suspect (`SuspectShards`). From then on, each batch asks for the tables of the suspects, parks the ids of
+the unreadable ones, and works on the other pods. So the readable shards lose one start of the query, and no more. Ids
+are parked before the rows are written: after a crash at any moment the ids are parked, or come again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,14 +28,16 @@ from replicad.eventlog import get_logger
 from replicad.protocol.tokens import START
 from replicad.spark.arrow import PodReader
 from replicad.spark.checkpoint import PARKED, Checkpoint
-from replicad.spark.connecting import endpoint_of
-from replicad.spark.enrich import Changes, Enricher
+from replicad.spark.enrich import EnrichedRows, Enricher
 from replicad.spark.holding import TubeHold
-from replicad.spark.options import SourceOptions
+from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.planning import MOST_PODS
 from replicad.spark.touches import chunks_by_shard, collect
 from replicad.sqlstates import BAD_DATA, WRONG_QUERY, means
 from replicad.tubes.commands import Part
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 MOST_UNHELD = 1000  # rows with values that cannot be carried: beyond that a setting is wrong, not a row
 FEW = 100  # ids that are parked although no other one works, if the reason is surely in their rows
@@ -37,7 +47,7 @@ log = get_logger("replicad.spark")
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedIds:
     """Ids of one shard that fail together, and their error. `surely`: the reason is in the rows and nowhere else."""
 
     shard: int
@@ -47,7 +57,11 @@ class Refused:
 
 
 def park_refused(
-    options: SourceOptions, enricher: Enricher, trial: Callable[[Changes], None], tries: int, checkpoint: Checkpoint
+    options: SourceOptions,
+    enricher: Enricher,
+    trial: Callable[[EnrichedRows], None],
+    tries: int,
+    checkpoint: Checkpoint,
 ) -> int:
     """Park the waiting ids whose rows cannot be read, or are refused by `trial` (see `Sink.try_out`).
 
@@ -84,10 +98,10 @@ def _waiting(client: BlockingClient, options: SourceOptions, part: Part, term: i
 
 
 def _search(
-    enricher: Enricher, trial: Callable[[Changes], None], batches: list[pa.RecordBatch]
-) -> tuple[list[Refused], int]:
+    enricher: Enricher, trial: Callable[[EnrichedRows], None], batches: list[pa.RecordBatch]
+) -> tuple[list[RefusedIds], int]:
     """The ids that are refused, and the number of those that are not."""
-    found: list[Refused] = []
+    found: list[RefusedIds] = []
     fine = unheld = 0
     for shard, chunk in chunks_by_shard(collect(batches).table, enricher.chunk):
         todo = [chunk]
@@ -103,7 +117,7 @@ def _search(
                 unheld += len(error.reasons)
                 if unheld > MOST_UNHELD:
                     raise ValueUnheld(f"more than {MOST_UNHELD} rows cannot be carried, for example {error}") from error
-                found += [Refused(shard, pa.array([id_]), why, surely=True) for id_, why in error.reasons.items()]
+                found += [RefusedIds(shard, pa.array([id_]), why, surely=True) for id_, why in error.reasons.items()]
                 others = pc.invert(pc.is_in(piece.column("id"), value_set=pa.array(list(error.reasons), pa.int64())))
                 todo.append(piece.filter(others))
             except (DatabaseError, RowRefused) as error:
@@ -111,14 +125,14 @@ def _search(
                 if piece.num_rows == 1 or means(state, WRONG_QUERY):
                     ids = piece.column("id").combine_chunks()
                     surely = isinstance(error, RowRefused) or means(state, BAD_DATA)
-                    found.append(Refused(shard, ids, str(error)[:_ERROR_CHARACTERS], surely))
+                    found.append(RefusedIds(shard, ids, str(error)[:_ERROR_CHARACTERS], surely))
                 else:
                     half = piece.num_rows // 2
                     todo += [piece.slice(0, half), piece.slice(half)]
     return found, fine
 
 
-def _pods_with(batches: list[pa.RecordBatch], one: Refused) -> Iterator[tuple[int, list[int]]]:
+def _pods_with(batches: list[pa.RecordBatch], one: RefusedIds) -> Iterator[tuple[int, list[int]]]:
     """The seq of each pod that has some of the ids, and those ids."""
     for batch in batches:
         of_shard = batch.filter(pc.equal(batch.column("shard"), one.shard))
@@ -128,3 +142,59 @@ def _pods_with(batches: list[pa.RecordBatch], one: Refused) -> Iterator[tuple[in
         table = pa.table({"seq": of_shard.column("seq").take(rows).filter(hit), "id": flat.filter(hit)})
         for row in table.group_by("seq").aggregate([("id", "list")]).to_pylist():
             yield row["seq"], row["id_list"]
+
+
+@dataclass(slots=True)
+class SuspectShards:
+    """The suspects of a run, by shard, with the reasons. `options` are those of the query, with its holder."""
+
+    options: SourceOptions
+    checkpoint: Checkpoint
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    def add(self, found: Mapping[int, str], enricher: Enricher) -> bool:
+        """Remember shards that cannot be read. False, without any change, if there are no new ones, or if that is not
+        because of their tables.
+
+        It is because of them if the table of another shard can be read. With several daemons it is unknown which of
+        them has a pod, so no shard is suspected.
+        """
+        if self.options.islands is not None or found.keys() <= self.reasons.keys():
+            return False
+        if not enricher.reads_any(except_for=found):
+            return False
+        log.warning("tables_unreadable", shards=sorted(found), error=next(iter(found.values())))
+        self.reasons.update(found)
+        return True
+
+    def take_out(self, pods: DataFrame, enricher: Enricher) -> tuple[DataFrame, int]:
+        """The pods without those of suspects that cannot be read now, and how many ids of them were parked.
+
+        Control pods stay. `pods` must be persisted: parked pods cannot be read again.
+        """
+        from pyspark.sql import functions as F  # noqa: PLC0415
+
+        still = enricher.unreadable(self.reasons)
+        for shard in self.reasons.keys() - still.keys():
+            log.info("table_readable", shard=shard)
+            del self.reasons[shard]
+        if not still:
+            return pods, 0
+        bad = F.col("shard").isin(list(still)) & (F.coalesce(F.size("ids"), F.lit(0)) > 0)
+        rows = iter(pods.where(bad).select("seq", "shard", "ids").toLocalIterator())
+        first = next(rows, None)
+        parked = 0 if first is None else self._park(itertools.chain([first], rows), still)
+        if parked:
+            log.warning("parked", tube=self.options.tube, shards=sorted(still), ids=parked)
+        return pods.where(~bad), parked
+
+    def _park(self, rows: Iterable[Any], reasons: Mapping[int, str]) -> int:
+        """Park all ids of pods (seq, shard, ids); returns how many."""
+        parked = 0
+        self.checkpoint.write(PARKED, "")
+        with TubeHold(self.options, holder=self.options.holder, renewing=False) as hold:
+            part, term = Part(0, 1), hold.term()  # that of the query, which has the same holder
+            with endpoint_of(self.options).connect(f"{hold.holder}/parking"[:255]) as client:
+                for seq, shard, ids in rows:
+                    parked += client.park(hold.tube, part, term, seq, list(ids), tries=1, error=reasons[shard])
+        return parked

@@ -5,9 +5,9 @@ all tables are looked at: of the types of a column the widest counts, a column t
 under both names, and a new column is NULL in tables that do not have it yet.
 
 A pipeline may follow ADD COLUMN (`[enrich] new_columns`). The checkpoint keeps the names of the columns that every
-table had once; a new checkpoint takes the columns of the first table. A table that lacks a later column was not reached
-yet, and its rows have NULL. A table that lacks one of the kept columns was changed in another way (RENAME, DROP), which must
-not go unnoticed: its rows cannot be read, and are parked.
+table had once; a new checkpoint takes the columns of the first table. A table that lacks a later column was not
+reached yet, and its rows have NULL. A table that lacks one of the kept columns was changed in another way (RENAME,
+DROP), which must not go unnoticed: its rows cannot be read, and are parked.
 """
 
 from __future__ import annotations

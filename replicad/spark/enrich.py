@@ -45,7 +45,7 @@ class EnrichedRows:
 @dataclass(frozen=True, slots=True)
 class Enricher:
     """Loads the rows of touched ids. `url` is the Postgres of the rules without a `database`; `layout` is from
-    `layouts.find_layout`. The rows of a shard in `purged` are deleted if there is no table for it.
+    `tables.find_layout`. The rows of a shard in `purged` are deleted if there is no table for it.
     """
 
     url: str

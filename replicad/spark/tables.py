@@ -177,7 +177,7 @@ class TableForm:
 
 
 @dataclass(frozen=True, slots=True)
-class TableSource:
+class ShardTable:
     """The tables of one rule: `form` is what they all shall have, `others` has the shards whose tables are different.
 
     `examples` are some shards, one of each form, to try out what can be read.
@@ -206,7 +206,7 @@ class Layout:
 
     id: str
     schema: pa.Schema
-    sources: tuple[TableSource, ...]
+    sources: tuple[ShardTable, ...]
     types: Mapping[str, str] = field(default_factory=dict)
     known: Known = field(default_factory=Known)
 
@@ -345,7 +345,7 @@ def _source(  # noqa: PLR0917 - all of it is known to the caller alone
     types: Mapping[str, str],
     strict: Collection[str],
     wanted: WantedColumns,
-) -> TableSource:
+) -> ShardTable:
     """How each table of a rule is read. A table that lacks a column of `strict` must not give NULL for it."""
 
     every = dict(item for form in reversed(forms) for item in form.types.items())
@@ -365,7 +365,7 @@ def _source(  # noqa: PLR0917 - all of it is known to the caller alone
         if (made.id, made.columns, made.known) != (whole.id, whole.columns, whole.known):
             others.update({shard: made for shard in map(rule.shard_of, form.tables) if shard is not None})
     examples = [shard for form in forms if (shard := rule.shard_of(form.tables[0])) is not None]
-    return TableSource(rule, whole, others, tuple(examples))
+    return ShardTable(rule, whole, others, tuple(examples))
 
 
 def _check_id(types: Mapping[str, str], names: Mapping[str, str], id_column: str, table: str) -> None:

@@ -67,7 +67,7 @@ class _Claiming:
     until: float
 
 
-class Claims:
+class LeaseClaims:
     """The claims of all clients. `partitions`: the number of partitions of a tube, as far as it is known."""
 
     def __init__(
@@ -340,7 +340,7 @@ class TubeRequests:
         self._ownership = ownership
         self._renewals = renewals
         self._limits = limits
-        self._claims = Claims(ownership, claim_waiters, readiness, limits, known.partitions)
+        self._claims = LeaseClaims(ownership, claim_waiters, readiness, limits, known.partitions)
         self._reads = PodReads(
             books, waiters, readiness, renewals, still_served=known.served, partitions=known.partitions
         )

@@ -40,8 +40,8 @@ class PipelineConfig:
     `trigger` is `available_now` (end when all pods that were there at the start have been read) or an interval in
     seconds, 0 for as soon as pods arrive.
     `options` are further options of the source by their Spark names, e.g. `{"maxPodsPerTrigger": "5000"}`.
-    `numeric` is a name in NUMERIC_FORMS, `out_of_range` one in RANGE_FORMS (reading_columns.py, docs/types.md).
-    `new_columns`, a name in NEW_COLUMN_FORMS: what becomes of a column that a table gets (survey.py).
+    `numeric` is a name in NUMERIC_FORMS, `out_of_range` one in RANGE_FORMS (columns.py, docs/types.md).
+    `new_columns`, a name in NEW_COLUMN_FORMS: what becomes of a column that a table gets (tables.py).
     `wider_types`, a name in WIDER_TYPE_FORMS: what becomes of a column that gets a wider type in some table.
     `renamed` has the new names of columns that are being renamed in the tables, by the names that they have downstream.
     `tries`: after so many failures of a batch in a row, with growing pauses between, the ids whose rows cannot be read

@@ -1,6 +1,6 @@
 """Names of a package that are imported when they are first used.
 
-So that who needs one of them does not pay for the others: a client on a Spark executor needs no Postgres driver.
+A program that needs one of the names does not import the others: a client on a Spark executor needs no Postgres driver.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from typing import Any
 
 
 def exported(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package; `homes` has the module of each name, below the package.
-
-    `module:other` is a name that has another one in its module.
-    """
+    """The `__getattr__` of a package; `homes` has the module of each name, below the package."""
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, other = homes[name].partition(":")
-        return getattr(importlib.import_module(f"{package}.{module}"), other or name)
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
 
     return find

@@ -18,8 +18,7 @@ from replicad.daemon.relay import Relay, RelayKey
 from replicad.daemon.troubles import Troubles
 from replicad.operations.serving import Http
 from replicad.presence import service as presence
-from replicad.presence.pace import Pace as PresencePace
-from replicad.presence.service import PresenceService
+from replicad.presence.service import PresenceIntervals, PresenceService
 from replicad.redis import service as redis
 from replicad.redis.pace import Pace as RedisPace
 from replicad.redis.service import RedisService
@@ -41,7 +40,7 @@ class Paces:
     daemon: DaemonPace = DaemonPace()
     streams: StreamPace = StreamPace()
     tubes: TubeIntervals = TubeIntervals()
-    presence: PresencePace = PresencePace()
+    presence: PresenceIntervals = PresenceIntervals()
     redis: RedisPace = RedisPace()
 
 

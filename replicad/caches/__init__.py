@@ -1,9 +1,8 @@
-"""Caches that are never stale: the stream `caches`, and what workers do with it (docs/caches.md).
+"""Caches that are never stale: the stream `caches`, and how workers apply it (docs/caches.md).
 
-`keys` makes dictionary keys of JSON. `guard` decides which values may be stored, `course` when caches may be used; both
-have no I/O and no clock. `storage` keeps values. `cache` and `registry` combine these behind decorators. `following`
-takes a client's events. `blocking_invalidator` and `trio_invalidator` run it. `writing` is for programs that
-invalidate.
+`keys` makes dictionary keys of JSON. `cache` keeps the values of one cache, `registry` all caches of a process behind
+decorators. `following` decides when caches may be used and applies a client's events; it has no I/O and no clock of its
+own. `blocking_invalidator` and `trio_invalidator` run it. `writing` is for programs that invalidate.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING
 from replicad.exports import exported
 
 if TYPE_CHECKING:
-    from replicad.caches.blocking_invalidator import CacheInvalidator as BlockingCacheInvalidator
-    from replicad.caches.cache import Cache, CacheStatistics
+    from replicad.caches.blocking_invalidator import BlockingCacheInvalidator
+    from replicad.caches.cache import Cache, CacheStatistics, Storage
     from replicad.caches.registry import CachesStatistics
-    from replicad.caches.storage import Storage
     from replicad.caches.trio_invalidator import CacheInvalidator
     from replicad.caches.writing import blocking_invalidate, blocking_invalidate_many, invalidate, invalidate_many
 
@@ -38,11 +36,11 @@ __getattr__ = exported(
     {
         **dict.fromkeys(("Cache", "CacheStatistics"), "cache"),
         "CachesStatistics": "registry",
-        "Storage": "storage",
+        "Storage": "cache",
         "CacheInvalidator": "trio_invalidator",
         **dict.fromkeys(
             ("blocking_invalidate", "blocking_invalidate_many", "invalidate", "invalidate_many"), "writing"
         ),
-        "BlockingCacheInvalidator": "blocking_invalidator:CacheInvalidator",
+        "BlockingCacheInvalidator": "blocking_invalidator",
     },
 )

@@ -15,7 +15,7 @@ from replicad.caches.following import (
     RETRY_FIRST,
     STREAM,
     Also,
-    Following,
+    InvalidationFollower,
     wishes,
 )
 from replicad.caches.registry import Caches
@@ -28,8 +28,8 @@ from replicad.retry import Backoff
 _JOIN = 10.0  # seconds for the thread to end; closing its connection ends every wait in it
 
 
-class CacheInvalidator(Caches):
-    """The caches of a program, kept up to date by a thread. Make it where caches are declared, at a module's top.
+class BlockingCacheInvalidator(Caches):
+    """The caches of a program, kept up to date by a thread. Make it at the top of the module that declares the caches.
 
     The arguments are those of `registry.Caches`.
     """
@@ -61,11 +61,11 @@ class CacheInvalidator(Caches):
 
 
 class _Thread:
-    """The thread that follows the stream until it is closed."""
+    """Runs the thread that follows the stream, until it is closed."""
 
     def __init__(self, caches: Caches, client: BlockingClient, stream: str, backoff: Backoff | None) -> None:
         self._caches = caches
-        self._following = Following(caches, stream)
+        self._following = InvalidationFollower(caches, stream)
         self._client = client
         self._stream = stream
         self._backoff = backoff
@@ -75,7 +75,7 @@ class _Thread:
         self._thread = threading.Thread(target=self._run, name="replicad-caches", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:

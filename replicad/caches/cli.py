@@ -143,7 +143,7 @@ def names(as_json: bool, **options: Any) -> None:
 
 def _set_right(options: dict[str, Any], roles: tuple[str, ...], *, may: bool) -> None:
     async def work(db: Database, settings: DatabaseSettings) -> None:
-        from replicad.caches.rights import set_right
+        from replicad.caches.desired import set_right
 
         await set_right(db, settings.stream_schema, roles, may=may)
 

@@ -1,15 +1,36 @@
-"""The stream of cache invalidations in a file for `replicad apply`: enabled, its writers, and who may invalidate."""
+"""The stream of cache invalidations in a file for `replicad apply`: enabled or not, its writers, the roles with rights.
+
+A role may invalidate caches if it has EXECUTE on `cache_write`.
+"""
 
 from __future__ import annotations
 
-from replicad.caches.rights import PUBLIC, set_right
+from collections.abc import Sequence
+from typing import Final
+
+from replicad.errors import UsageError
 from replicad.postgres import schema as schemas
-from replicad.postgres.statements import call_value, statement
+from replicad.postgres.literals import quote_ident
+from replicad.postgres.statements import Queries, call_value, statement
 from replicad.terminal.desired.section import Key, Place, Section, Values, as_it_stands, texts
+
+PUBLIC: Final = "PUBLIC"  # every role
+
+
+async def set_right(db: Queries, schema: str, roles: Sequence[str], *, may: bool) -> None:
+    """Give these roles the right to invalidate caches, or take it from them. Raises UsageError: one has no name."""
+    if not all(roles):
+        raise UsageError("'' is no role; give the name of one, or PUBLIC")
+    named = ", ".join(PUBLIC if role == PUBLIC else quote_ident(role) for role in roles)
+    function = f"{quote_ident(schema)}.cache_write(text, jsonb)"
+    if may:
+        await db.fetch(f"GRANT EXECUTE ON FUNCTION {function} TO {named}")
+    else:
+        await db.fetch(f"REVOKE EXECUTE ON FUNCTION {function} FROM {named}")
 
 
 async def present(place: Place) -> dict[str, Values]:
-    """The writers and roles, if the stream is there."""
+    """The writers and roles, if the stream exists."""
     schema = place.settings.stream_schema
     if await schemas.read_installed(place.db, "cache", schema) is None:
         return {}
@@ -21,7 +42,7 @@ async def present(place: Place) -> dict[str, Values]:
 
 
 async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
-    """Install what it needs, make the stream, add writers, grant the right."""
+    """Install the SQL, make the stream, add writers, grant the right."""
     schema = place.settings.stream_schema
     await schemas.install(place.db, "stream", schema)
     await schemas.install(place.db, "cache", schema)

@@ -1,4 +1,17 @@
-"""Applies a client's events to the caches. No I/O: a driver brings the events.
+"""Decides when the caches are live, and applies a client's events to them. No I/O: a driver brings the events.
+
+Caches are *live* while two things are true. There is a connection on which all later invalidations will come. All
+invalidations before it have been applied.
+
+- On the first connection nothing is cached, so the caches are live at once. Later invalidations come on the connection.
+- Entries from before a lost connection are valid only when the rows in between have been applied. Positions do not
+  show up to where those rows go, because an open transaction may hold the positions back. So on every connection the
+  client asks up to which id there are rows (TAKEN). The caches are live again when every writer has reached that id.
+- The client asks again and again. When every writer has reached the id of a TAKEN that was sent at `fresh_at`,
+  everything that was committed by then has been applied. So a daemon that is cut off from Postgres, or whose
+  positions are held back, is noticed although it reports no error.
+- If the token cannot resume (there is none yet, or the server refuses it), the caches are emptied. Empty caches are
+  live at once, as on a first connection.
 
 The driver follows the stream from `NOW` and passes every event to `take`. When it ends, for any reason, it calls
 `stop`: without a driver the caches are not used.
@@ -10,21 +23,79 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from replicad.caches.course import Course
 from replicad.caches.registry import Caches
-from replicad.client.events import (
-    Connected,
-    Disconnected,
-    GenerationBegan,
-    PositionMoved,
-    Reset,
-    RowBatch,
-    TakenUpto,
-)
+from replicad.client.events import Connected, Disconnected, GenerationBegan, PositionMoved, Reset, RowBatch, TakenUpto
 from replicad.client.pursuit import FollowWishes
 from replicad.errors import ReplicadError
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
+
+_NO_TOKENS = frozenset({None, "NOW", "EARLIEST"})  # a subscription with one of these does not resume
+
+
+class LivenessState:
+    """When the caches of one process are live. Pure: no I/O, no clock. Apply rows first, then read `live`.
+
+    Times are seconds of one clock.
+    """
+
+    __slots__ = ("_asked_at", "_connected", "_goal", "_kept", "fresh_at", "live")
+
+    def __init__(self) -> None:
+        self.live = False
+        self.fresh_at = 0.0  # everything committed by then has been applied to the caches
+        self._connected = False
+        self._kept = False  # there may be entries from before the present connection
+        self._goal: int | None = None  # the id that every writer must reach
+        self._asked_at = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether `moved` must be called with positions."""
+        return self._goal is not None
+
+    def connected(self, now: float) -> None:
+        """A connection was made."""
+        self._connected = True
+        self._become_live(now)
+
+    def taken(self, upto: int, at: float) -> None:
+        """The answer to a TAKEN that was sent at `at`: ids were given out up to `upto`. An earlier goal comes first.
+
+        If the ids went back meanwhile, the new goal replaces the earlier one, which would never be reached.
+        """
+        if self._connected and (self._goal is None or upto < self._goal):
+            self._goal, self._asked_at = upto, at
+
+    def moved(self, positions: Mapping[str, int]) -> None:
+        """Everything up to these positions, by writer, has been applied."""
+        if self._goal is not None and min(positions.values(), default=self._goal - 1) >= self._goal:
+            self._goal = None
+            self._kept = False
+            self.live = True
+            self.fresh_at = self._asked_at
+
+    def reset(self, now: float) -> None:
+        """The stream was reset: the caches must be emptied."""
+        self._kept = False
+        self._goal = None
+        if self._connected:
+            self._become_live(now)
+
+    def lost(self, token: str | None) -> bool:
+        """The connection was lost, or not made. The next one begins with `token`. True: the caches must be emptied."""
+        had = self.live or self._kept
+        self._kept = had and token not in _NO_TOKENS
+        self._connected = self.live = False
+        self._goal = None
+        return had and not self._kept
+
+    def _become_live(self, now: float) -> None:
+        """Become live at once, because nothing is cached."""
+        if not self._kept:
+            self.live = True
+            self.fresh_at = now
+
 
 STREAM = "caches"
 ENDED = "following the stream has ended"
@@ -54,7 +125,7 @@ class Follows(Protocol):
 
 
 def wishes(caches: Caches, backoff: Backoff | None) -> FollowWishes:
-    """How the stream is followed: for ever, from now on after a reset, which empties everything."""
+    """The wishes for following the stream: for ever; after a reset, which empties the caches, from `NOW`."""
     return FollowWishes(
         backoff=backoff,
         after_reset="NOW",
@@ -65,13 +136,13 @@ def wishes(caches: Caches, backoff: Backoff | None) -> FollowWishes:
     )
 
 
-class Following:
-    """Follows one stream for all caches of a process."""
+class InvalidationFollower:
+    """Applies the events of one stream to all caches of a process."""
 
     def __init__(self, caches: Caches, stream: str) -> None:
         self._caches = caches
         self._stream = stream
-        self._course = Course()
+        self._liveness = LivenessState()
         self._logged = False  # an outage is in the log
 
     def take(self, events: Sequence[RowBatch | Reset | Also], follower: Follows) -> None:
@@ -85,32 +156,32 @@ class Following:
         for event in events:
             if type(event) is not RowBatch:
                 self._take_other(event, follower)
-        course = self._course
-        if course.waits:
-            course.moved(follower.positions(self._stream))
-        self._caches.fresh_at = course.fresh_at
-        if course.live and not self._caches.live:
+        liveness = self._liveness
+        if liveness.waits:
+            liveness.moved(follower.positions(self._stream))
+        self._caches.fresh_at = liveness.fresh_at
+        if liveness.live and not self._caches.live:
             self._caches.stand(live=True)
             if self._logged:  # the log has the event that they were not live
                 log.info("caches_live", stream=self._stream)
 
     def _take_other(self, event: RowBatch | Reset | Also, follower: Follows) -> None:
-        course, now = self._course, self._caches.now
+        liveness, now = self._liveness, self._caches.now
         match event:
             case Connected():
-                course.connected(now())
-                if not course.live:
+                liveness.connected(now())
+                if not liveness.live:
                     self._caches.stand(live=False, problem=_CATCHING_UP)
             case TakenUpto():
-                course.taken(event.token, now() - event.age)
+                liveness.taken(event.token, now() - event.age)
             case Reset() | GenerationBegan():
                 # A value may be from a lost transaction whose invalidation was not received.
                 self._caches.empty()
-                course.reset(now())
+                liveness.reset(now())
                 reason = event.reason if isinstance(event, Reset) else "generation"
                 log.info("caches_emptied", stream=self._stream, reason=reason)
             case Disconnected():
-                was_live = course.live
+                was_live = liveness.live
                 emptied = self._lost(follower.token(self._stream), str(event.error))
                 if was_live:
                     self._logged = True
@@ -118,7 +189,7 @@ class Following:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """For the block in which the driver follows the stream. Errors end it, are logged, and are not raised."""
+        """Wraps the block in which the driver follows the stream. Errors end it, are logged, and are not raised."""
         why = ENDED
         try:
             yield
@@ -136,7 +207,7 @@ class Following:
         self._lost(None, why)
 
     def _lost(self, token: str | None, why: str) -> bool:
-        emptied = self._course.lost(token)
+        emptied = self._liveness.lost(token)
         self._caches.stand(live=False, problem=why)
         if emptied:
             self._caches.empty()

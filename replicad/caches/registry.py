@@ -1,12 +1,16 @@
 """The caches of one process: declared by decorators, invalidated by name, used only while they are live.
 
 One lock protects everything, so any thread may call cached functions. No function of the user is called under the lock.
-`following` says when the caches are live and what was invalidated; there are no connections here.
+`following` decides when the caches are live and passes on the invalidations. This file has no connections.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 import os
+import reprlib
 import threading
 import time
 import weakref
@@ -15,16 +19,141 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from replicad.caches.adopted import Adopted
-from replicad.caches.cache import Cache, CacheStatistics, Member
-from replicad.caches.functions import cached_function
+from replicad.caches.cache import (
+    Cache,
+    CacheStatistics,
+    Emptying,
+    LruStorage,
+    ManagedCache,
+    Storage,
+    cached_function,
+)
 from replicad.caches.keys import Entry, Invalidation, freeze, listed, parse_rows
-from replicad.caches.storage import LruStorage, Storage
-from replicad.caches.uses import name_of, seconds, storage_of
 from replicad.errors import UsageError
+
+LONGEST_NAME = 200  # characters, as of SQL's invalidate_cache()
+
+
+def name_of(found: object, what: str = "a cache") -> str:
+    """The name of a cache or group. Raises TypeError: it is none, but perhaps the function itself."""
+    if not isinstance(found, str) or not 0 < len(found) <= LONGEST_NAME:
+        hint = f': its name "{found.__name__}" is meant' if hasattr(found, "__name__") else ""
+        raise TypeError(f"{what} is named by a text of 1 to {LONGEST_NAME} characters, not {reprlib.repr(found)}{hint}")
+    return found
+
+
+def seconds(found: object, name: str, *, lowest: float) -> float:
+    """A number of seconds, infinite too. Raises TypeError: it is none, or below `lowest`."""
+    if not isinstance(found, int | float) or isinstance(found, bool) or math.isnan(found) or found < lowest:
+        raise TypeError(f"{name} is a number of seconds, at least {lowest:g}, not {reprlib.repr(found)}")
+    return float(found)
+
+
+def storage_of(found: object) -> Storage:
+    """A storage. Raises TypeError: it lacks a method of a mapping."""
+    methods = ("get", "__setitem__", "pop", "clear", "__len__")
+    if isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in methods):
+        raise TypeError(f"storage= is an object like a dict or a cache of cachetools, not {reprlib.repr(found)}")
+    return found  # type: ignore[return-value]
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Adopted:
+    """A function with a cache of its own that can only be cleared as a whole, such as `functools.lru_cache`.
+
+    Such a cache stores what its function returns, even if it was cleared in between. So after an invalidation it is not
+    used until every call that was under way has returned. Then it is cleared once more and used again. A call counts as
+    a hit if its own cache was used, whether or not that had the value.
+    """
+
+    def __init__(self, caches: Caches, function: Callable[..., Any], name: str | None = None) -> None:
+        """`name` None: that of the function. Raises UsageError if that has no `cache_clear`."""
+        inner = getattr(function, "__wrapped__", None)
+        clear = getattr(function, "cache_clear", None)
+        if not callable(inner) or not callable(clear):
+            raise UsageError(
+                "only a function with cache_clear() and __wrapped__ can be adopted, as functools.lru_cache makes "
+                "them; for others use cached(storage=...)"
+            )
+        if inspect.iscoroutinefunction(inner):
+            raise UsageError("lru_cache keeps coroutines, which can be awaited once: decorate with cached() instead")
+        self.name: str = name or inner.__name__
+        self._caches = caches
+        self._inner = inner
+        self._emptying = Emptying(self.name, clear, caches.now)
+        self._info = getattr(function, "cache_info", None)
+        self._under_way: set[object] = set()  # calls that began after the last invalidation
+        self._old: set[object] = set()  # calls that began before it; while there are any, the cache is not used
+        self._hits = self._bypassed = self._emptied = 0
+
+    def caller(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The function to call in place of the original one."""
+
+        @functools.wraps(self._inner)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._caches.lock:
+                if self._old or not (self._caches.live and self._caches.answers() and self._emptying.usable()):
+                    self._bypassed += 1
+                    ticket = None
+                else:
+                    self._hits += 1
+                    ticket = object()
+                    self._under_way.add(ticket)
+            if ticket is None:
+                value: R = self._inner(*args, **kwargs)
+                return value
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave(ticket)
+
+        return call
+
+    def _leave(self, ticket: object) -> None:
+        with self._caches.lock:
+            self._under_way.discard(ticket)
+            if ticket in self._old:
+                self._old.remove(ticket)
+                if not self._old:
+                    self._emptying.run()
+
+    # --- for the registry, under its lock ---
+
+    def forget(self, keys: Sequence[Any]) -> None:  # noqa: ARG002 - it cannot forget one entry
+        """One entry is invalid."""
+        self.empty()
+
+    def forget_all(self, entries: Sequence[Sequence[Any]]) -> int:  # noqa: ARG002
+        """These entries are invalid."""
+        self.empty()
+        return 0
+
+    def empty(self) -> None:
+        """All entries are invalid."""
+        self.void()
+        self._emptying.run()
+        self._emptied += 1
+
+    def void(self) -> None:
+        """Values whose load is under way must not be stored."""
+        self._old |= self._under_way
+        self._under_way.clear()
+
+    def forked(self) -> None:
+        """This is a forked process; the threads whose calls were under way are not in it."""
+        self._under_way.clear()
+        self._old.clear()
+        self._emptying.run()
+
+    def statistics(self) -> CacheStatistics:
+        """Counts, as one frozen value."""
+        entries = self._info().currsize if callable(self._info) else 0
+        return CacheStatistics(entries, self._hits, 0, 0, self._bypassed, 0, self._emptied, self._emptying.problem)
+
+
 Rekey = Callable[[Sequence[Any]], Entry | None]
 
 MAX_STALENESS = 60.0  # seconds; well above the 5 s that may lie between two PINGs of a server
@@ -77,14 +206,14 @@ class Caches:
     ) -> None:
         self.lock = threading.RLock()  # reentrant: the code of a storage may call a cached function
         self.live = False
-        self.problem: str | None = "nobody follows the stream"
+        self.problem: str | None = "no client follows the stream"
         self.max_staleness = seconds(max_staleness, "max_staleness", lowest=0.001)
         self.fresh_at = 0.0  # everything committed by then has been applied
         self.now = now
         self._tolerate = seconds(tolerate, "tolerate", lowest=0)
         self._followed = False
         self._lost_at: float | None = None
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, ManagedCache] = {}
         self._groups: dict[str, list[_Share]] = {"cs_cache_fake": []}
         self._rows = self._malformed = 0
         self._is_live = self._new_event()  # set while the caches are live; replaced when they are no longer
@@ -163,7 +292,7 @@ class Caches:
                 raise UsageError(f"{inner} is a group and cannot be a member of group {outer}: name its caches there")
             self._groups.setdefault(name, []).extend(shares)
 
-    def _add(self, name: str, member: Member) -> None:
+    def _add(self, name: str, member: ManagedCache) -> None:
         with self.lock:
             if name in self._members:
                 raise UsageError(f"there is a cache {name} already: give this one another name=")
@@ -195,28 +324,28 @@ class Caches:
         parsed = parse_rows(rows)
         with self.lock:
             self._rows += len(rows)
-            for told in parsed:
-                if told is None:
+            for invalidation in parsed:
+                if invalidation is None:
                     self._malformed += 1
                     self.empty()
-                elif told.func in self._groups:
-                    of_groups.append(told)
-                elif told.keys is not None:
-                    entries.setdefault(told.func, []).append(told.keys)
-                elif (member := self._members.get(told.func)) is not None:
+                elif invalidation.func in self._groups:
+                    of_groups.append(invalidation)
+                elif invalidation.keys is not None:
+                    entries.setdefault(invalidation.func, []).append(invalidation.keys)
+                elif (member := self._members.get(invalidation.func)) is not None:
                     member.empty()
             for func, several in entries.items():
                 if (member := self._members.get(func)) is not None and (bad := member.forget_all(several)):
                     self._malformed += bad  # keys that none of our values can have
                     self.empty()
-        for told in of_groups:
-            self._carry_out(self._effects(told))
+        for invalidation in of_groups:
+            self._carry_out(self._effects(invalidation))
 
-    def _effects(self, told: Invalidation) -> list[tuple[str, Sequence[Any] | None]]:
+    def _effects(self, invalidation: Invalidation) -> list[tuple[str, Sequence[Any] | None]]:
         """The keys that an invalidation removes from each cache. Calls functions of the user, so not under the lock."""
-        found: list[tuple[str, Sequence[Any] | None]] = [(told.func, told.keys)]
-        for member, rekey in tuple(self._groups.get(told.func, ())):
-            keys: Sequence[Any] | None = told.keys
+        found: list[tuple[str, Sequence[Any] | None]] = [(invalidation.func, invalidation.keys)]
+        for member, rekey in tuple(self._groups.get(invalidation.func, ())):
+            keys: Sequence[Any] | None = invalidation.keys
             if keys is not None and rekey is not None:
                 try:
                     own = rekey(tuple(keys))

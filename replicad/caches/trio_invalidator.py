@@ -9,7 +9,7 @@ from replicad.caches.following import (
     RETRY_CAP,
     RETRY_FIRST,
     STREAM,
-    Following,
+    InvalidationFollower,
     wishes,
 )
 from replicad.caches.registry import Caches
@@ -19,7 +19,7 @@ from replicad.retry import Backoff
 
 
 class CacheInvalidator(Caches):
-    """The caches of a program, kept up to date by a task. Make it where caches are declared, at the top of a module.
+    """The caches of a program, kept up to date by a task. Make it at the top of the module that declares the caches.
 
     Cached functions, plain or async, may be called from any task and any thread. The arguments are those of
     `registry.Caches`.
@@ -49,7 +49,7 @@ class CacheInvalidator(Caches):
     async def _run(
         self, client: TrioClient, stream: str, backoff: Backoff | None, task_status: trio.TaskStatus[None]
     ) -> None:
-        following = Following(self, stream)
+        following = InvalidationFollower(self, stream)
         pause = Backoff(RETRY_FIRST, RETRY_CAP)
         started = False
         while True:

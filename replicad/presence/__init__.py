@@ -1,6 +1,7 @@
 """Presence: workers report which users are online, daemons write this as one stream.
 
-`reporter` is the worker's side; `roster`, `user_ips` and `service` are the daemon's; `book` reads and writes Postgres.
+`reporter` is the worker's side; `roster`, `user_ips` and `service` are the daemon's; `repository` reads and writes
+Postgres.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ def enable(
     If presence is enabled already, the settings that are given are changed.
     """
     wanted = {"grace": grace, "lost_grace": lost_grace, "ttl": ttl, "ip_retention": ip_retention}
-    from replicad.presence.book import PresenceBook
+    from replicad.presence.repository import PresenceRepository
 
-    new = on_streams(options, lambda db, schema: PresenceBook(db, schema).enable(**wanted), install=True)
+    new = on_streams(options, lambda db, schema: PresenceRepository(db, schema).enable(**wanted), install=True)
     echo(
         "presence is enabled: running daemons write the stream presence within 1 s"
         if new
@@ -80,10 +80,10 @@ def disable(yes: bool, **options: Any) -> None:
     if not yes:
         raise UsageError("the stream presence, its rows and the addresses of users would be lost; to do it add --yes")
 
-    from replicad.presence.book import PresenceBook
+    from replicad.presence.repository import PresenceRepository
 
-    gone = on_streams(options, lambda db, schema: PresenceBook(db, schema).disable())
-    echo("presence is disabled and its data is removed" if gone else "presence was not enabled")
+    removed = on_streams(options, lambda db, schema: PresenceRepository(db, schema).disable())
+    echo("presence is disabled and its data is removed" if removed else "presence was not enabled")
 
 
 @command.command("list")
@@ -94,9 +94,9 @@ def disable(yes: bool, **options: Any) -> None:
 def list_users(offline: bool, limit: int, as_json: bool, **options: Any) -> None:
     """List the users who are online, since when, and how many daemons have devices of them."""
 
-    from replicad.presence.book import PresenceBook
+    from replicad.presence.repository import PresenceRepository
 
-    rows = on_streams(options, lambda db, schema: PresenceBook(db, schema).users(limit, offline=offline))
+    rows = on_streams(options, lambda db, schema: PresenceRepository(db, schema).users(limit, offline=offline))
     columns = ["user", "state", "since", "last_sync", "daemons"]
     print_rows(columns, rows, as_json=as_json, nothing="no user is known" if offline else "no user is online")
 
@@ -112,8 +112,8 @@ def ips(user: str | None, limit: int, as_json: bool, **options: Any) -> None:
     Workers report them by USER_IP. Access tokens are kept as hashes and are not shown.
     """
 
-    from replicad.presence.book import PresenceBook
+    from replicad.presence.repository import PresenceRepository
 
-    rows = on_streams(options, lambda db, schema: PresenceBook(db, schema).ips(user, limit))
+    rows = on_streams(options, lambda db, schema: PresenceRepository(db, schema).ips(user, limit))
     columns = ["user", "ip", "device", "last_seen", "user_agent"]
     print_rows(columns, rows, as_json=as_json, nothing="no address is kept" + (f" of {user}" if user else ""))

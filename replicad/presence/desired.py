@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicad.presence.book import PresenceBook
+from replicad.presence.repository import PresenceRepository
 from replicad.terminal.desired.section import Key, Place, Section, Values, as_it_stands, duration
 
 _DAY = 86_400
@@ -11,13 +11,13 @@ _KEYS = ("grace", "lost_grace", "ttl", "ip_retention")
 
 async def present(place: Place) -> dict[str, Values]:
     """The settings, if presence is enabled."""
-    look = await PresenceBook(place.db, place.settings.stream_schema).look()
+    look = await PresenceRepository(place.db, place.settings.stream_schema).look()
     return {} if look is None else {"": {key: getattr(look, key) for key in _KEYS}}
 
 
 async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
     """Enable presence with these settings; install what it needs."""
-    await PresenceBook(place.db, place.settings.stream_schema).enable(**{key: wanted[key] for key in _KEYS})
+    await PresenceRepository(place.db, place.settings.stream_schema).enable(**{key: wanted[key] for key in _KEYS})
 
 
 SECTION = Section(

@@ -66,7 +66,7 @@ async def open_presence(
     async with open_plain_nursery() as nursery:
         nursery.start_soon(reporter.run)
         yield reporter
-        await reporter.say_goodbye()
+        await reporter.send_clear()
 
 
 class PresenceReporter:
@@ -77,7 +77,7 @@ class PresenceReporter:
         self._instance = instance
         self._syncing: dict[Device, int] = {}  # when the user was last seen syncing, ms since 1970
         self._unsent: dict[Device, UserSync] = {}  # the last change of each device that was not sent yet
-        self._said = trio.Event()
+        self._reported = trio.Event()
         self._link: TrioLink | None = None
         self._ended_by: ReplicadError | None = None
         self._connections = 0
@@ -87,12 +87,12 @@ class PresenceReporter:
     def start(self, user: str, device: str | None = None, *, at_ms: int | None = None) -> None:
         """A device of the user syncs here, from now on or from the given time on."""
         self._syncing[user, device] = _now_ms() if at_ms is None else at_ms
-        self._say(user, device, syncing=True, at_ms=self._syncing[user, device])
+        self._report(user, device, syncing=True, at_ms=self._syncing[user, device])
 
     def end(self, user: str, device: str | None = None, *, at_ms: int | None = None) -> None:
         """A device of the user no longer syncs here."""
         self._syncing.pop((user, device), None)
-        self._say(user, device, syncing=False, at_ms=_now_ms() if at_ms is None else at_ms)
+        self._report(user, device, syncing=False, at_ms=_now_ms() if at_ms is None else at_ms)
 
     def statistics(self) -> ReporterStatistics:
         """Counts, as one frozen value."""
@@ -111,7 +111,7 @@ class PresenceReporter:
                     raise
             await trio.sleep(backoff.next_delay())
 
-    async def say_goodbye(self) -> None:
+    async def send_clear(self) -> None:
         """Send CLEAR_USER_SYNC: the worker shuts down, and its users go offline at once."""
         with trio.move_on_after(CLEAR_TIMEOUT), suppress(ReplicadError):
             self._unsent.clear()
@@ -120,9 +120,9 @@ class PresenceReporter:
 
     # --- how ---
 
-    def _say(self, user: str, device: str | None, *, syncing: bool, at_ms: int) -> None:
+    def _report(self, user: str, device: str | None, *, syncing: bool, at_ms: int) -> None:
         self._unsent[user, device] = UserSync(self._instance, user, device, syncing, at_ms)
-        self._said.set()
+        self._reported.set()
 
     async def _session(self, backoff: Backoff) -> None:
         """One connection: report the present state, then the changes."""
@@ -136,18 +136,18 @@ class PresenceReporter:
                     (user, device): UserSync(self._instance, user, device, True, at)
                     for (user, device), at in self._syncing.items()
                 }
-                self._said.set()
+                self._reported.set()
                 nursery.start_soon(self._listen, link)
-                await self._tell(link)
+                await self._send_reports(link)
             finally:
                 if self._link is not None:
                     self._link.close()
                     self._link = None
 
-    async def _tell(self, link: TrioLink) -> None:
+    async def _send_reports(self, link: TrioLink) -> None:
         while not link.closed:
-            await self._said.wait()
-            self._said = trio.Event()
+            await self._reported.wait()
+            self._reported = trio.Event()
             while self._unsent and not link.closed:
                 some = dict(itertools.islice(self._unsent.items(), BATCH))
                 for device in some:
@@ -157,7 +157,7 @@ class PresenceReporter:
             raise self._ended_by
 
     async def _listen(self, link: TrioLink) -> None:
-        """Count refusals, which leave the connection open. Any other ERROR, and the end of it, wake `_tell`."""
+        """Count refusals, which leave the connection open. Any other ERROR, and the end of it, wake `_send_reports`."""
         try:
             while True:
                 block = await link.perform(Receive(math.inf))
@@ -168,7 +168,7 @@ class PresenceReporter:
         except ReplicadError as error:
             self._ended_by = error
         link.close()
-        self._said.set()
+        self._reported.set()
 
     def _note(self, error: ReplicadError) -> None:
         """Count a refusal; raises what ends the connection."""

@@ -25,7 +25,7 @@ Key = tuple[str, str]  # user, instance
 class Leaving(enum.Enum):
     """Why no device of a user syncs at an instance any more."""
 
-    SAID = "said"
+    ENDED = "ended"
     LOST = "lost"
 
 
@@ -45,7 +45,7 @@ class RosterStatistics:
     users: int
     devices: int
     leaving: int
-    untold: int
+    unwritten: int
     places: int
 
 
@@ -57,7 +57,7 @@ class _Stay:
 
 @dataclass(slots=True)
 class _User:
-    told: bool | None = False  # the state in the database; None: a write is under way or its result is unknown
+    written: bool | None = False  # the state in the database; None: a write is under way or its result is unknown
     stays: int = 0
     last_sync: int = 0
 
@@ -70,11 +70,11 @@ class Roster:
 
     def __init__(self, limit: int, grace: float, lost_grace: float) -> None:
         self.limit = limit
-        self._grace = {Leaving.SAID: grace, Leaving.LOST: lost_grace}
+        self._grace = {Leaving.ENDED: grace, Leaving.LOST: lost_grace}
         self._users: dict[str, _User] = {}
         self._stays: dict[Key, _Stay] = {}
         self._instances: defaultdict[str, dict[str, None]] = defaultdict(dict)  # users by instance
-        self._said_on: defaultdict[int, dict[tuple[Key, str | None], None]] = defaultdict(dict)
+        self._reported_on: defaultdict[int, dict[tuple[Key, str | None], None]] = defaultdict(dict)
         self._until: dict[Leaving, dict[Key, float]] = {kind: {} for kind in Leaving}  # ascending
         self._changed: dict[str, None] = {}  # users to be written
         self._devices = 0
@@ -104,7 +104,7 @@ class Roster:
         elif stay.leaving is not None:
             del self._until[stay.leaving][key]
             stay.leaving = None
-        self._say(key, stay, device, connection)
+        self._report(key, stay, device, connection)
         self._users[user].last_sync = max(self._users[user].last_sync, last_sync)
 
     def end(self, instance: str, user: str, device: str | None, now: float, last_sync: int = 0) -> None:
@@ -115,7 +115,7 @@ class Roster:
         stay = self._stays.get(key)
         if stay is not None and device in stay.devices:
             self._forget_device(key, stay, device)
-            self._leave_if_empty(key, stay, Leaving.SAID, now)
+            self._leave_if_empty(key, stay, Leaving.ENDED, now)
 
     def clear(self, instance: str, *, only_leaving: bool = False) -> None:
         """End all stays at an instance at once, or (`only_leaving`) only those in a grace period."""
@@ -129,7 +129,7 @@ class Roster:
 
     def lose(self, connection: int, now: float) -> None:
         """A connection has ended. Devices that no other connection has reported since stay for the grace period."""
-        for key, device in list(self._said_on.get(connection, ())):
+        for key, device in list(self._reported_on.get(connection, ())):
             stay = self._stays[key]
             self._forget_device(key, stay, device)
             self._leave_if_empty(key, stay, Leaving.LOST, now)
@@ -138,7 +138,7 @@ class Roster:
 
     def configure(self, grace: float, lost_grace: float, now: float) -> None:
         """Change the grace periods. Stays that are ending already are shortened, never prolonged."""
-        wanted = {Leaving.SAID: grace, Leaving.LOST: lost_grace}
+        wanted = {Leaving.ENDED: grace, Leaving.LOST: lost_grace}
         if wanted == self._grace:
             return
         self._grace = wanted
@@ -169,20 +169,20 @@ class Roster:
         taken = []
         for name in itertools.islice(self._changed, limit):
             user = self._users[name]
-            user.told = None
+            user.written = None
             taken.append(Change(name, user.stays > 0, user.last_sync))
         return taken
 
     def confirm(self, changes: Iterable[Change]) -> None:
         """These changes, which `take` returned, are written."""
         for change in changes:
-            self._users[change.user].told = change.online
+            self._users[change.user].written = change.online
             self._settle(change.user)
 
-    def tell_anew(self) -> None:
+    def write_anew(self) -> None:
         """The database has nothing of this daemon any more: all users must be written again."""
         for name, user in list(self._users.items()):
-            user.told = False
+            user.written = False
             self._settle(name)
 
     def statistics(self) -> RosterStatistics:
@@ -201,24 +201,24 @@ class Roster:
     def _places(self) -> int:
         return self._devices + self._vacant + sum(map(len, self._until.values()))
 
-    def _say(self, key: Key, stay: _Stay, device: str | None, connection: int) -> None:
+    def _report(self, key: Key, stay: _Stay, device: str | None, connection: int) -> None:
         before = stay.devices.get(device)
         if before is None:
             self._devices += 1
         elif before != connection:
-            self._unsay(before, key, device)
+            self._withdraw(before, key, device)
         stay.devices[device] = connection
-        self._said_on[connection][key, device] = None
+        self._reported_on[connection][key, device] = None
 
     def _forget_device(self, key: Key, stay: _Stay, device: str | None) -> None:
-        self._unsay(stay.devices.pop(device), key, device)
+        self._withdraw(stay.devices.pop(device), key, device)
         self._devices -= 1
 
-    def _unsay(self, connection: int, key: Key, device: str | None) -> None:
-        said = self._said_on[connection]
-        del said[key, device]
-        if not said:
-            del self._said_on[connection]
+    def _withdraw(self, connection: int, key: Key, device: str | None) -> None:
+        reported = self._reported_on[connection]
+        del reported[key, device]
+        if not reported:
+            del self._reported_on[connection]
 
     def _leave_if_empty(self, key: Key, stay: _Stay, kind: Leaving, now: float) -> None:
         if stay.devices:
@@ -257,7 +257,7 @@ class Roster:
         """Note whether this user must be written. Forget a user without a stay whose end is written."""
         user = self._users[name]
         online = user.stays > 0
-        if user.told != online:
+        if user.written != online:
             self._changed[name] = None
             return
         self._changed.pop(name, None)

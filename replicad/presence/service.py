@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 from uuid import UUID
 
 import structlog
@@ -21,15 +20,28 @@ import trio
 from replicad.config.settings import ServerSettings
 from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.service import Answers, Broadcaster, Feature, Host, Job, Peer
-from replicad.daemon.supervision import keep_running
+from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
-from replicad.presence.book import BATCH, Beat, Look, PresenceBook
 from replicad.presence.commands import COMMANDS, ClearUserSync, UserIp, UserSync
-from replicad.presence.pace import Pace
-from replicad.presence.roster import Change, Roster, RosterStatistics
-from replicad.presence.user_ips import Sighting, Sightings, read
+from replicad.presence.repository import BATCH, PresenceRepository, PresenceSettings
+from replicad.presence.roster import Roster, RosterStatistics
+from replicad.presence.user_ips import Sightings, read
 from replicad.retry import Backoff
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceIntervals:
+    """Intervals and pauses in seconds, and bounds."""
+
+    look: float = 1.0  # between two looks at the settings and at the other daemons' beats
+    ips: float = 1.0  # between two writes of addresses
+    sweep: float = 60.0  # between two looks for addresses that are too old
+    retry: float = 0.2  # before a statement that failed is tried again; doubles up to `longest_retry`
+    longest_retry: float = 5.0
+    max_ips: int = 50_000  # places that wait for Postgres, some 30 MB
+    restarts: Restarts = Restarts()
+
 
 BEATS = 3  # beats in a time to live: one may be late
 CLEARINGS = 10  # statements for the users of expired daemons at one look
@@ -40,46 +52,25 @@ JOBS = ("users", "beats", "addresses", "sweeps")  # the tasks that run while pre
 log = structlog.get_logger()
 
 
-class Book(Protocol):
-    """What the service needs of `PresenceBook`, whose methods have the docstrings."""
-
-    async def is_installed(self) -> bool: ...
-
-    async def look(self) -> Look | None: ...
-
-    async def upgrade(self) -> None: ...
-
-    async def enlist(self, name: str) -> UUID: ...
-
-    async def beat(self, daemon: UUID, beat: int) -> int | None: ...
-
-    async def beats(self) -> list[Beat]: ...
-
-    async def bury(self, beat: Beat) -> int | None: ...
-
-    async def apply(self, daemon: UUID, changes: Sequence[Change]) -> bool: ...
-
-    async def retell(self) -> None: ...
-
-    async def write_ips(self, sightings: Sequence[Sighting]) -> bool: ...
-
-    async def sweep_ips(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PresenceStatistics:
-    """A moment of the service; `roster` is None if presence is not enabled. `told`: users written since the start."""
+    """A moment of the service; `roster` is None if presence is not enabled. `written`: users since the start."""
 
     roster: RosterStatistics | None
     ips_waiting: int
-    told: int
+    written: int
 
 
 class PresenceService:
-    """Takes the reports of all sessions of one daemon. They have no effect while presence is not enabled."""
+    """Receives the reports of all sessions of one daemon. They have no effect while presence is not enabled."""
 
     def __init__(
-        self, book: Book, settings: ServerSettings, troubles: Troubles, relay: Broadcaster, pace: Pace = Pace()
+        self,
+        book: PresenceRepository,
+        settings: ServerSettings,
+        troubles: Troubles,
+        relay: Broadcaster,
+        pace: PresenceIntervals = PresenceIntervals(),
     ) -> None:
         self.book = book
         self._pace = pace
@@ -87,7 +78,7 @@ class PresenceService:
         self._name = f"{settings.server_name} pid {os.getpid()}"
         self._limit = settings.limits.presence_devices
         self._roster: Roster | None = None  # None: not enabled
-        self._look: Look | None = None
+        self._look: PresenceSettings | None = None
         self._checked: str | None = None  # the fingerprint under which all rows were found
         self._suspected: str | None = None  # a new fingerprint that was seen once
         self._me: UUID | None = None  # None: not enlisted, or cleared by another daemon
@@ -97,7 +88,7 @@ class PresenceService:
         self._woken = trio.Event()
         self._ips_came = trio.Event()
         self._scope = trio.CancelScope()
-        self._told = 0
+        self._written = 0
         self._upgraded = False  # what is installed is of this version
         self._relay = relay
         relay.on(ClearUserSync, partial(self.clear, elsewhere=True))
@@ -168,7 +159,7 @@ class PresenceService:
     def statistics(self) -> PresenceStatistics:
         """Counts, as one frozen value."""
         roster = None if self._roster is None else self._roster.statistics()
-        return PresenceStatistics(roster, len(self._sightings), self._told)
+        return PresenceStatistics(roster, len(self._sightings), self._written)
 
     # --- life ---
 
@@ -285,7 +276,7 @@ class PresenceService:
             return  # it has begun again meanwhile
         if written:
             roster.confirm(changes)
-            self._told += len(changes)
+            self._written += len(changes)
         else:
             self._begin_anew(roster)
 
@@ -299,7 +290,7 @@ class PresenceService:
             reason="another daemon has cleared this one, or the database was restored to an earlier state",
         )
         self._me = None
-        roster.tell_anew()
+        roster.write_anew()
         self._woken.set()
 
     async def _beat_forever(self) -> None:
@@ -327,25 +318,25 @@ class PresenceService:
 
     # --- what every daemon does for all ---
 
-    async def _look_at_daemons(self, look: Look) -> None:
+    async def _look_at_daemons(self, look: PresenceSettings) -> None:
         """Clear the users of expired daemons. If there are many, the next look continues."""
         for beat in await self.book.beats():
             if beat.daemon == self._me or beat.silent < look.ttl + look.lost_grace:
                 continue
             cleared = 0
             for _ in range(CLEARINGS):
-                users = await self.book.bury(beat)
+                users = await self.book.clear_expired(beat)
                 if not users:
                     break
                 cleared += users
             log.warning("presence_daemon_dead", daemon=str(beat.daemon), silent=round(beat.silent, 1), users=cleared)
 
-    async def _look_at_rows(self, look: Look) -> None:
+    async def _look_at_rows(self, look: PresenceSettings) -> None:
         """Write rows again that were trimmed or lost by a reset; one look later, when every daemon has noticed that."""
         if look.fingerprint == self._checked:
             return
         if look.fingerprint == self._suspected:
-            await self.book.retell()
+            await self.book.write_again()
             self._checked = look.fingerprint
         self._suspected = look.fingerprint
 
@@ -378,11 +369,11 @@ class PresenceService:
             await trio.sleep(self._pace.sweep)
 
 
-def feature(pace: Pace = Pace()) -> Feature:
+def feature(pace: PresenceIntervals = PresenceIntervals()) -> Feature:
     """The feature `presence`."""
 
     def open_service(host: Host) -> PresenceService:
-        book = PresenceBook(host.pools.own, host.settings.database.stream_schema)
+        book = PresenceRepository(host.pools.own, host.settings.database.stream_schema)
         return PresenceService(book, host.settings, host.troubles, host.relay, pace)
 
     return Feature("presence", COMMANDS, open_service)

@@ -3,7 +3,7 @@
 planning.py decides which writer should own which slot; it has no connection and no clock. holdings.py keeps the slots
 of one writer. keeper.py yields the queries that maintain the membership; writer.py runs them for programs on trio,
 blocking_writer.py for programs without async. admin.py is for the command line. Postgres enforces the rules
-(sharding/sql, docs/leases.md). Nothing here knows what is written.
+(sharding/sql, docs/leases.md). Nothing here knows the content of the writes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from replicad.exports import exported
 
 if TYPE_CHECKING:
     from replicad.sharding.blocking_writer import BlockingShardedWriter
-    from replicad.sharding.holdings import Owner, WriterStatistics
+    from replicad.sharding.holdings import KeyOwner, ShardedWriterStatistics
     from replicad.sharding.planning import slot_of
     from replicad.sharding.writer import ShardedWriter, open_sharded_writer
 
 __all__ = [
     "BlockingShardedWriter",
-    "Owner",
+    "KeyOwner",
     "ShardedWriter",
-    "WriterStatistics",
+    "ShardedWriterStatistics",
     "open_sharded_writer",
     "slot_of",
 ]
@@ -31,8 +31,8 @@ __getattr__ = exported(
     __name__,
     {
         "BlockingShardedWriter": "blocking_writer",
-        "Owner": "holdings",
-        "WriterStatistics": "holdings",
+        "KeyOwner": "holdings",
+        "ShardedWriterStatistics": "holdings",
         "slot_of": "planning",
         "ShardedWriter": "writer",
         "open_sharded_writer": "writer",

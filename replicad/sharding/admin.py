@@ -28,7 +28,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Slots that should move and do not: free ones, or more than their owner's share. With the transaction in the way.
+    """Slots that should move and do not: free ones, or ones above their owner's share; and the transaction in the way.
 
     Without `held` no transaction is in the way: no writer has taken them yet. `pid` is None for a prepared transaction.
     `age` is the transaction's, in seconds.
@@ -77,7 +77,7 @@ async def disable(db: Database, stream: str, *, schema: str = SCHEMA) -> bool:
 
 
 async def list_shared(db: Database, *, schema: str = SCHEMA) -> list[SharingStatus]:
-    """All streams whose writers share the keys, by name; none if sharing was never installed."""
+    """All streams whose writers share the keys, by name; empty if sharing was never installed."""
     return [await _status(db, name, schema) for name in await _shared(db, schema)]
 
 

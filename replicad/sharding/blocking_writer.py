@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from replicad.eventlog import get_logger
 from replicad.postgres.dbapi import DbApi, close_quietly, roll_back_quietly, run, sqlstate_of
-from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
-from replicad.sharding.keeper import LEAVE, TTL, Ask, Keeper
+from replicad.sharding.holdings import Holdings, KeyOwner, ShardedWriterStatistics
+from replicad.sharding.keeper import LEAVE, TTL, Ask, MembershipKeeper
 from replicad.sharding.planning import Slot
 from replicad.sqlstates import NOT_OWNER, means
 from replicad.streams.queries import SCHEMA
@@ -50,7 +50,7 @@ class BlockingShardedWriter:
         self._connect = connect
         self._schema = schema
         self._holdings = Holdings(stream, self.instance, ttl)
-        self._keeper = Keeper(self._holdings, address, ttl, time.monotonic)
+        self._keeper = MembershipKeeper(self._holdings, address, ttl, time.monotonic)
         self._turn = threading.Condition()  # guards holdings and keeper; notified whenever a wait may be over
         self._called = threading.Event()
         self._closed = False
@@ -91,7 +91,7 @@ class BlockingShardedWriter:
         finally:
             self._end(slot)
 
-    def owner(self, key: str) -> Owner | None:
+    def owner(self, key: str) -> KeyOwner | None:
         """The owner of the key at the last look, a fraction of a second ago, or None. Sends no query."""
         with self._turn:
             return self._holdings.owner(key)
@@ -106,7 +106,7 @@ class BlockingShardedWriter:
         with self._turn:
             return self._holdings.term_of(key)
 
-    def statistics(self) -> WriterStatistics:
+    def statistics(self) -> ShardedWriterStatistics:
         """Counts, as one frozen value."""
         with self._turn:
             return self._holdings.statistics()

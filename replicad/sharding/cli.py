@@ -54,7 +54,7 @@ def enable(stream: str, slots: int, **options: Any) -> None:
 @_stream
 @database_options
 def disable(stream: str, **options: Any) -> None:
-    """End the sharing of STREAM. Stop its writers first: those that still take part are refused."""
+    """End the sharing of STREAM. Stop its writers first: writers that still take part are refused."""
 
     from replicad.sharding import admin
 
@@ -128,7 +128,7 @@ def _member(member: MemberStatus, slots: int) -> dict[str, Any]:
 
 
 def _stuck(stuck: Stuck) -> dict[str, Any]:
-    """What holds the slots: `pid 4711 (app)`, or why nothing does."""
+    """The holder of the slots: `pid 4711 (app)`, or the reason why there is none."""
     who = "nothing; no writer has taken them yet"
     if stuck.pid is not None:
         who = f"pid {stuck.pid}" + (f" ({stuck.application_name})" if stuck.application_name else "")

@@ -15,7 +15,7 @@ async def present(place: Place) -> dict[str, Values]:
 
 
 async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
-    """Let the writers share the keys; install what it needs."""
+    """Let the writers share the keys; install the SQL that this needs."""
     await admin.enable(place.db, name, wanted["slots"], schema=place.settings.stream_schema)
 
 

@@ -21,15 +21,15 @@ POSTPONE: Final = 5.0  # seconds until the next attempt; new writes may begin me
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """The writer that owns a key; `address` is the one that it gave when it joined, if any."""
+class KeyOwner:
+    """The writer that owns a key; `address` is the address that the writer gave when it joined, if any."""
 
     instance: str
     address: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class WriterStatistics:
+class ShardedWriterStatistics:
     """A moment of a writer that shares a stream. The last six count since it was opened.
 
     `postponed`: slots that it should give away, with a write that takes longer than DRAIN. `refused`: writes that the
@@ -85,7 +85,7 @@ class Holdings:
         self.alive(sent_at)
 
     def alive(self, sent_at: float) -> None:
-        """A beat that was sent then has arrived: no other writer expels this one for the `ttl`."""
+        """A beat that was sent at `sent_at` has arrived: no other writer expels this one for `ttl` seconds."""
         self._trusted_until = sent_at + self._ttl * TRUST
 
     def lost(self) -> None:
@@ -123,7 +123,7 @@ class Holdings:
         return slot.number in self._draining
 
     def doubt(self, slot: Slot) -> None:
-        """The fence has refused a write under this slot's term: the slot is not ours, even if the view says so."""
+        """The fence has refused a write under this slot's term: the slot is not ours, even if the view shows that."""
         self.counts["refused"] += 1
         self._doubted[slot.number] = slot.term
 
@@ -140,11 +140,11 @@ class Holdings:
             return True
         return self._moves.get(slot.number) == self.instance
 
-    def owner(self, key: str) -> Owner | None:
+    def owner(self, key: str) -> KeyOwner | None:
         """The owner of the key at the last look, or None."""
         slot = self._slot(key)
         holder = None if slot is None else self.view.holder(slot)
-        return None if holder is None else Owner(holder.instance, holder.address)
+        return None if holder is None else KeyOwner(holder.instance, holder.address)
 
     def term_of(self, key: str) -> int | None:
         """The term under which this writer has the key's slot, as far as it knows, or None."""
@@ -182,9 +182,9 @@ class Holdings:
                 self._postponed[number] = now + POSTPONE
         return [pair for pair in give if pair[0].number in self._draining and not self._in_flight[pair[0].number]]
 
-    def statistics(self) -> WriterStatistics:
+    def statistics(self) -> ShardedWriterStatistics:
         """Counts, as one frozen value."""
-        return WriterStatistics(
+        return ShardedWriterStatistics(
             owned=sum(map(self._is_ours, self.view.slots)),
             members=len(self.view.members),
             in_flight=self._in_flight.total(),

@@ -16,7 +16,7 @@ from replicad.errors import InstanceTaken
 from replicad.eventlog import get_logger
 from replicad.postgres.statements import rows_call
 from replicad.sharding.holdings import Holdings
-from replicad.sharding.planning import Member, Slot, View
+from replicad.sharding.planning import Slot, View, WriterMember
 
 log = get_logger(__name__)
 
@@ -31,7 +31,7 @@ LEAVE: Final = 5.0  # seconds to give all slots back; the others take the rest a
 
 
 class Ask(NamedTuple):
-    """Call that SQL function in a transaction of its own; the answer is its rows. `columns`: as for `rows_call`."""
+    """A call of an SQL function in a transaction of its own; the answer is its rows. `columns`: as for `rows_call`."""
 
     function: str
     args: tuple[object, ...]
@@ -45,7 +45,7 @@ class Ask(NamedTuple):
 Asks = Generator[Ask, Sequence[Sequence[Any]], None]
 
 
-class Keeper:
+class MembershipKeeper:
     """The keeper of one writer. `ttl` in seconds; `now` is a monotonic clock."""
 
     def __init__(self, holdings: Holdings, address: str | None, ttl: float, now: Callable[[], float]) -> None:
@@ -73,16 +73,16 @@ class Keeper:
         Raises:
             InstanceTaken: another process has the name and is alive.
         """
-        dead = yield from self._look()
+        expired = yield from self._look()
         holdings = self._holdings
         if holdings.term is None:
             if self._leave_by is None:
-                yield from self._join(dead)
+                yield from self._join(expired)
             self.has_left = self._leave_by is not None
             return
         if self._now() >= self._beat_due:
             yield from self._beat()
-        others = [beat for beat in dead if beat != self._own_beat()]
+        others = [beat for beat in expired if beat != self._own_beat()]
         if others:
             expelled = yield Ask("writer_expel", (self._who[0], others), "unnest(writer_expel)")
             names = [str(name) for (name,) in expelled]
@@ -100,11 +100,11 @@ class Keeper:
             yield from self._end()
 
     def _look(self) -> Generator[Ask, Sequence[Sequence[Any]], list[int]]:
-        """Read what has changed. Returns the beats of expired writers."""
+        """Read the changes since the last look. Returns the beats of expired writers."""
         view = self._holdings.view
         ((text,),) = yield Ask("writer_look", (self._who[0], view.version), _LOOK_COLUMNS)
         found = json.loads(text)
-        if found["version"] < view.version:  # installed again, or restored from a backup: drop what we know
+        if found["version"] < view.version:  # installed again, or restored from a backup: drop the old view
             view = View()
             ((text,),) = yield Ask("writer_look", (self._who[0], 0), _LOOK_COLUMNS)
             found = json.loads(text)
@@ -121,11 +121,11 @@ class Keeper:
         silent = self._watch.observe((member.beat for member in members), self._now())
         return [member.beat for member in members if silent[member.beat] >= member.ttl]
 
-    def _join(self, dead: list[int]) -> Asks:
+    def _join(self, expired: list[int]) -> Asks:
         """Join. If another process has our name, wait until its beat has expired or has shown that it is alive."""
         namesake = self._holdings.view.members.get(self._who[1])
-        expired = [beat for beat in dead if namesake is not None and namesake.beat == beat]
-        if namesake is not None and not expired:
+        replaced = [beat for beat in expired if namesake is not None and namesake.beat == beat]
+        if namesake is not None and not replaced:
             self._namesake.add(namesake.beat)
             if len(self._namesake) > _SIGNS and not namesake.leaving:
                 self._namesake.clear()
@@ -135,7 +135,7 @@ class Keeper:
                 )
             return
         sent = self._now()
-        ((term, _),) = yield Ask("writer_join", (*self._who, timedelta(seconds=self._ttl), self._address, expired))
+        ((term, _),) = yield Ask("writer_join", (*self._who, timedelta(seconds=self._ttl), self._address, replaced))
         self._beat_due = sent + self._ttl / BEATS
         self._namesake.clear()
         self._retired = False
@@ -191,9 +191,9 @@ class Keeper:
         return None if mine is None else mine.beat
 
 
-def _members(found: dict[str, Any]) -> list[Member]:
+def _members(found: dict[str, Any]) -> list[WriterMember]:
     columns = ("instances", "member_terms", "beats", "ttls", "addresses", "leaving")
-    return [Member(*values) for values in zip(*(found[name] or () for name in columns), strict=True)]
+    return [WriterMember(*values) for values in zip(*(found[name] or () for name in columns), strict=True)]
 
 
 def _slots(found: dict[str, Any]) -> list[Slot]:

@@ -30,7 +30,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class WriterMember:
     """One writer. `term` is that of its membership, `beat` its last beat; `ttl` is in seconds."""
 
     instance: str
@@ -45,11 +45,11 @@ class Member:
 class View:
     """Members by name, and all slots by number, at one moment. A later view has a larger `version`."""
 
-    members: Mapping[str, Member] = field(default_factory=dict)
+    members: Mapping[str, WriterMember] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
     version: int = 0
 
-    def holder(self, slot: Slot) -> Member | None:
+    def holder(self, slot: Slot) -> WriterMember | None:
         """The owner of the slot. None if the owner is not a member, or joined after the slot was given to it."""
         member = None if slot.owner is None else self.members.get(slot.owner)
         return member if member is not None and member.term < slot.term else None
@@ -76,7 +76,8 @@ class Plan:
 def moves(view: View) -> dict[int, str]:
     """The slots that must move, and the writers that should have them.
 
-    Every writer that stays gets the same number of slots. The remainder goes, one each, to those with the most slots.
+    Every writer that stays gets the same number of slots. The remainder goes, one each, to the writers with the most
+    slots.
     So only free slots and slots above the share move.
     """
     held: dict[str, list[int]] = {name: [] for name, member in sorted(view.members.items()) if not member.leaving}

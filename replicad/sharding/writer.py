@@ -20,8 +20,8 @@ from replicad.postgres.bridge import Connection, Database, Notices
 from replicad.postgres.literals import fill, quote_argument
 from replicad.postgres.statements import value_call
 from replicad.sharding.admin import require_installed
-from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
-from replicad.sharding.keeper import LEAVE, TTL, Asks, Keeper
+from replicad.sharding.holdings import Holdings, KeyOwner, ShardedWriterStatistics
+from replicad.sharding.keeper import LEAVE, TTL, Asks, MembershipKeeper
 from replicad.sharding.planning import Slot
 from replicad.streams.queries import SCHEMA
 from replicad.streams.row_text import wire_instance
@@ -49,7 +49,7 @@ class ShardedWriter:
         self._schema = schema
         self._ttl = ttl
         self._holdings = Holdings(stream, self.instance, ttl)
-        self._keeper = Keeper(self._holdings, address, ttl, trio.current_time)
+        self._keeper = MembershipKeeper(self._holdings, address, ttl, trio.current_time)
         self._changed = trio.Event()  # set, and replaced, whenever a wait may be over
         self._called = trio.Event()  # set to make the keeper look at once
         self._closed = False
@@ -77,7 +77,7 @@ class ShardedWriter:
                     continue
             yield connection
 
-    def owner(self, key: str) -> Owner | None:
+    def owner(self, key: str) -> KeyOwner | None:
         """The owner of the key at the last look, a fraction of a second ago, or None. Sends no query."""
         return self._holdings.owner(key)
 
@@ -89,7 +89,7 @@ class ShardedWriter:
         """The term under which this writer has the key, or None. It stays while a transaction owns the key."""
         return self._holdings.term_of(key)
 
-    def statistics(self) -> WriterStatistics:
+    def statistics(self) -> ShardedWriterStatistics:
         """Counts, as one frozen value."""
         return self._holdings.statistics()
 
@@ -115,7 +115,7 @@ class ShardedWriter:
                     await trio.sleep(_RETRY)
 
     async def aclose(self) -> None:
-        """Give all slots back, within a bounded time. The other writers take what is left after the time to live."""
+        """Give all slots back, within a bounded time. The other writers take the rest after the time to live."""
         self._closed = True
         self._keeper.leave()
         with trio.move_on_after(LEAVE + _GRACE, shield=True):
@@ -128,7 +128,7 @@ class ShardedWriter:
     async def _wait_for_next_round(self, notices: Notices) -> None:
         """Wait until the next round is due, a task asks for it, or a NOTIFY comes. A lost NOTIFY does no harm."""
 
-        async def hear() -> None:
+        async def wait_for_notice() -> None:
             with suppress(DatabaseUnavailable):  # the next round raises it
                 while await notices.next(math.inf) != self.stream:
                     pass
@@ -136,7 +136,7 @@ class ShardedWriter:
 
         with trio.move_on_after(self._keeper.pause):
             async with open_plain_nursery() as nursery:
-                nursery.start_soon(hear)
+                nursery.start_soon(wait_for_notice)
                 await self._called.wait()
         self._called = trio.Event()
 
@@ -144,7 +144,7 @@ class ShardedWriter:
         """One round of the keeper in a bounded time. If Postgres does not answer, a new connection is made."""
         with trio.move_on_after(max(self._ttl, 1.0)) as patience:
             await self._drive(self._keeper.round(), connection)
-        self._tell()
+        self._wake_waiters()
         if patience.cancelled_caught:
             raise DatabaseUnavailable(f"Postgres did not answer writer {self.instance} within its time to live.")
 
@@ -191,7 +191,7 @@ class ShardedWriter:
             self._called.set()
             raise _Moved from error
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
@@ -204,14 +204,15 @@ async def open_sharded_writer(
 
     It joins, gets its share of the slots from the others, and gives all of it back at the end. It holds one connection
     of `db`; each write needs another. `instance` is the name of this writer; each writer needs its own. A process that
-    starts under the name of one that was killed waits for that one's time to live. `address` (at most 500 characters)
-    is given to the other writers: where the application sends requests that belong to this writer. `ttl` (seconds, 0.2
-    to 3600): after that time without a beat the others take its slots. By its own clock it stops using them before.
+    starts under the name of a killed writer waits for the time to live of that writer. `address` (at most 500
+    characters) is given to the other writers: where the application sends requests that belong to this writer. `ttl`
+    (seconds, 0.2 to 3600): after that time without a beat the others take its slots. By its own clock the writer stops
+    using them before.
 
     Raises:
         UnknownStream, StreamRefused: there is no such stream, or its writers do not share its keys.
         InstanceTaken: another process has that name and is alive.
-        SchemaMissing: what this needs is not installed in this database.
+        SchemaMissing: the SQL of sharding is not installed in this database.
     """
     await require_installed(db, stream, schema)
     writer = ShardedWriter(db, stream, instance, address=address, ttl=ttl, schema=schema)

@@ -19,7 +19,7 @@ import trio.lowlevel
 
 from replicad.caches import blocking_invalidator as blocking
 from replicad.caches import trio_invalidator
-from replicad.caches.guard import Guard, Ticket
+from replicad.caches.cache import Guard, Ticket
 from replicad.caches.registry import Caches, CachesStatistics
 from replicad.caches.writing import invalidate, invalidate_many
 from replicad.client.blocking_client import BlockingClient
@@ -69,7 +69,7 @@ class Watched(Caches):
                 self.told[thing] = max(self.told[thing], version)
 
 
-class BlockingWatched(Watched, blocking.CacheInvalidator):
+class BlockingWatched(Watched, blocking.BlockingCacheInvalidator):
     pass
 
 

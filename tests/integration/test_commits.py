@@ -18,7 +18,7 @@ from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
-from replicad.presence.book import PresenceBook
+from replicad.presence.repository import PresenceRepository
 from replicad.presence.roster import Change
 from replicad.redis.book import PublisherBook
 from replicad.sender.items import START, Order, Pdu
@@ -141,7 +141,7 @@ async def note_transaction(at: Everything) -> None:
 
 
 async def change_presence(at: Everything) -> None:
-    book = PresenceBook(at.db, "replicad")
+    book = PresenceRepository(at.db, "replicad")
     assert await book.apply(await book.enlist("d1"), [Change("@a", True, 0)])
 
 

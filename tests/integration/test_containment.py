@@ -44,8 +44,8 @@ from replicad.postgres.bridge import Database, load_sql
 from replicad.postgres.connection import Connection
 from replicad.postgres.horizon import Horizon
 from replicad.postgres.notices import Notices
-from replicad.presence.book import PresenceBook
-from replicad.presence.pace import Pace as PresencePace
+from replicad.presence.repository import PresenceRepository
+from replicad.presence.service import PresenceIntervals
 from replicad.retry import Backoff
 from replicad.streams import acks, daemons, registry, troubles
 from replicad.streams.rows import RowSource
@@ -101,7 +101,7 @@ def paces() -> Paces:
             restarts=restarts,
         ),
         TubeIntervals(look=0.05, backfills=BackfillPace(retry=0.02, retry_max=0.02), restarts=restarts),
-        PresencePace(look=0.05, ips=0.01, sweep=0.05, **retry),
+        PresenceIntervals(look=0.05, ips=0.01, sweep=0.05, **retry),
     )
 
 
@@ -149,7 +149,7 @@ class World:
                 f"CREATE SCHEMA {name}_1; CREATE TABLE {name}_1.t (id bigint PRIMARY KEY);"
                 f"SELECT tube.tube_table_ensure_attached('{name}', '{name}_1.t')"
             )
-        await PresenceBook(self.database, "replicad").enable(ttl=0.3)
+        await PresenceRepository(self.database, "replicad").enable(ttl=0.3)
         self.bystander = await self.connect()
         lease = await self.ask(self.bystander, "CLAIM bystander 0/1 ttl=600", r"LEASE bystander 0/1 \d+ 600")
         self.term = lease.split()[3]
@@ -347,18 +347,18 @@ FAULTS = (
     Fault("letting go of leases", "leases", LeaseBook, "let_go", claim_and_leave, by_its_own_task),
     Fault("waker of tubes", "tube waiters", PodBook, "shards_between", wait_for_pods_of_victim, of_victim),
     Fault("backfill", "tubes", Backfiller, "_next_piece", backfill_victim, of_victim),
-    Fault("presence: settings", "presence", PresenceBook, "look"),
-    Fault("presence: daemons", "presence", PresenceBook, "beats"),
-    Fault("presence: users", "presence: users", PresenceBook, "apply", say("USER_SYNC w @u{n}:x None start 1")),
-    Fault("presence: beats", "presence: beats", PresenceBook, "beat", say("USER_SYNC w @u{n}:x None start 1")),
+    Fault("presence: settings", "presence", PresenceRepository, "look"),
+    Fault("presence: daemons", "presence", PresenceRepository, "beats"),
+    Fault("presence: users", "presence: users", PresenceRepository, "apply", say("USER_SYNC w @u{n}:x None start 1")),
+    Fault("presence: beats", "presence: beats", PresenceRepository, "beat", say("USER_SYNC w @u{n}:x None start 1")),
     Fault(
         "presence: addresses",
         "presence: addresses",
-        PresenceBook,
+        PresenceRepository,
         "write_ips",
         say('USER_IP @u{n}:x ["t", "1.1.1.1", null, null, 1]'),
     ),
-    Fault("presence: sweeps", "presence: sweeps", PresenceBook, "sweep_ips"),
+    Fault("presence: sweeps", "presence: sweeps", PresenceRepository, "sweep_ips"),
     Fault(
         "relay: send",
         "relay, relay: send",

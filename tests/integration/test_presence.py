@@ -19,9 +19,9 @@ from replicad.config.settings import ServerSettings
 from replicad.errors import NotAuthorised
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.presence.book import PresenceBook
-from replicad.presence.pace import Pace as PresencePace
 from replicad.presence.reporter import open_presence
+from replicad.presence.repository import PresenceRepository
+from replicad.presence.service import PresenceIntervals
 from replicad.protocol.states import CloseReason
 from replicad.streams import registry
 from tests.conftest import psql
@@ -41,11 +41,11 @@ Start = Callable[..., Any]
 @pytest.fixture
 def paces() -> Paces:
     """The daemon in this process looks ten times as often; those that are processes of their own do not."""
-    return Paces(presence=PresencePace(look=0.1))
+    return Paces(presence=PresenceIntervals(look=0.1))
 
 
-async def enable(database: Database, *daemons: Daemon, **seconds: float) -> PresenceBook:
-    book = PresenceBook(database, "replicad")
+async def enable(database: Database, *daemons: Daemon, **seconds: float) -> PresenceRepository:
+    book = PresenceRepository(database, "replicad")
     await book.enable(**seconds)
     with trio.fail_after(PATIENCE):
         while any(daemon.presence.statistics().roster is None for daemon in daemons):

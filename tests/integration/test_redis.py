@@ -30,7 +30,7 @@ from replicad.errors import (
     UsageError,
 )
 from replicad.postgres.bridge import Database
-from replicad.presence.book import PresenceBook
+from replicad.presence.repository import PresenceRepository
 from replicad.redis import following
 from replicad.redis.address import parse_redis
 from replicad.redis.figures import RedisFigures
@@ -243,7 +243,7 @@ async def test_commands_of_other_processes_are_treated_as_on_tcp(
     redis: RealRedis | ModelRedis, start_daemon: Start, database: Database, database_url: str
 ) -> None:
     await add_events(database, "federation")
-    await PresenceBook(database, "replicad").enable(grace=0.1)
+    await PresenceRepository(database, "replicad").enable(grace=0.1)
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(listening(redis.url))
         daemons = [await stack.enter_async_context(start_daemon(**redis_of(redis.url))) for _ in range(2)]

@@ -11,7 +11,7 @@ import trio
 
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.presence.book import Beat, PresenceBook
+from replicad.presence.repository import Beat, PresenceRepository
 from replicad.presence.roster import Change
 
 
@@ -22,8 +22,8 @@ async def fresh(database_url: str) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-async def book(fresh: Database) -> PresenceBook:
-    book = PresenceBook(fresh, "replicad")
+async def book(fresh: Database) -> PresenceRepository:
+    book = PresenceRepository(fresh, "replicad")
     assert await book.enable(ttl=0.3)
     return book
 
@@ -38,7 +38,7 @@ def change(user: str, online: bool, sync: int = 0) -> Change:
 
 
 async def test_daemons_that_write_at_the_same_time_tell_every_transition_once_and_none_that_is_none(
-    fresh: Database, book: PresenceBook
+    fresh: Database, book: PresenceRepository
 ) -> None:
     users = [f"@{number}" for number in range(12)]
     daemons = [await book.enlist(f"d{number}") for number in range(4)]
@@ -55,23 +55,23 @@ async def test_daemons_that_write_at_the_same_time_tell_every_transition_once_an
             if written == 30:
                 half_way.set()
 
-    async def bury(daemon: UUID) -> None:
+    async def clear_expired(daemon: UUID) -> None:
         await half_way.wait()
         beat = await fresh.fetch_value("SELECT beat FROM replicad.presence_daemon WHERE id = $1", daemon)
-        while await book.bury(Beat(daemon, beat, 9.0)):
+        while await book.clear_expired(Beat(daemon, beat, 9.0)):
             pass
 
-    async def retell() -> None:
+    async def write_again() -> None:
         for _ in range(20):
-            await book.retell()
+            await book.write_again()
             await trio.sleep(0.02)
 
     async with trio.open_nursery() as nursery:
         for number, daemon in enumerate(daemons):
             nursery.start_soon(write, daemon, number)
         for _ in range(2):
-            nursery.start_soon(bury, daemons[0])
-        nursery.start_soon(retell)
+            nursery.start_soon(clear_expired, daemons[0])
+        nursery.start_soon(write_again)
 
     state = dict.fromkeys(users, "offline")
     for user, told in await rows(fresh):
@@ -85,7 +85,7 @@ async def test_daemons_that_write_at_the_same_time_tell_every_transition_once_an
 
 
 async def test_a_daemon_that_lives_is_not_buried_and_one_that_is_buried_writes_no_more(
-    fresh: Database, book: PresenceBook
+    fresh: Database, book: PresenceRepository
 ) -> None:
     one, two = await book.enlist("one"), await book.enlist("two")
     assert await book.apply(one, [change("@a", True, 7), change("@b", True)])
@@ -94,41 +94,41 @@ async def test_a_daemon_that_lives_is_not_buried_and_one_that_is_buried_writes_n
     assert await book.beat(one, 1) == 2
     assert await book.beat(one, 1) == 3, "an answer that was lost"
     assert await book.beat(one, 1) is None, "an older state of the database, or another daemon's"
-    assert await book.bury(Beat(one, 2, 99.0)) is None, "that was not its last sign of life"
+    assert await book.clear_expired(Beat(one, 2, 99.0)) is None, "that was not its last sign of life"
     assert await rows(fresh) == [("@a", "online"), ("@b", "online")]
-    assert await book.bury(Beat(one, 3, 99.0)) == 2
+    assert await book.clear_expired(Beat(one, 3, 99.0)) == 2
     assert await rows(fresh) == [("@a", "online"), ("@b", "online"), ("@a", "offline")]
     assert await book.beat(one, 3) is None
     assert not await book.apply(one, [change("@c", True)])
-    assert await book.bury(Beat(one, 3, 99.0)) == 0
-    assert await book.bury(Beat(one, 3, 99.0)) is None
+    assert await book.clear_expired(Beat(one, 3, 99.0)) == 0
+    assert await book.clear_expired(Beat(one, 3, 99.0)) is None
     (last,) = await fresh.fetch("SELECT * FROM replicad.presence_stream WHERE state = 'offline'")
     assert (last["last_user_sync_ts"], last["currently_active"]) == (9, False)
 
 
 async def test_to_tell_anew_looks_at_every_page_and_repeats_nothing_that_is_there(
-    fresh: Database, book: PresenceBook, monkeypatch: pytest.MonkeyPatch
+    fresh: Database, book: PresenceRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.presence.book.BATCH", 7)
+    monkeypatch.setattr("replicad.presence.repository.BATCH", 7)
     daemon = await book.enlist("one")
     users = [f"@{number:03}" for number in range(50)]
     assert await book.apply(daemon, [change(user, True) for user in users])
     look = await book.look()
-    await book.retell()
+    await book.write_again()
     assert len(await rows(fresh)) == 50
     await fresh.execute("DELETE FROM replicad.presence_stream WHERE id % 2 = 0")
-    await book.retell()
+    await book.write_again()
     assert sorted(await rows(fresh)) == [(user, "online") for user in users]
     assert await book.look() == look
     await fresh.execute("DELETE FROM replicad.presence_stream")
     assert await book.look() != look
-    await book.retell()
+    await book.write_again()
     assert await book.look() == look
     assert len(await book.users(100)) == 50
 
 
 async def test_addresses_keep_the_latest_of_a_place_and_go_when_they_are_old(
-    fresh: Database, book: PresenceBook
+    fresh: Database, book: PresenceRepository
 ) -> None:
     from replicad.presence.commands import UserIp
     from replicad.presence.user_ips import read
@@ -154,7 +154,7 @@ async def test_addresses_keep_the_latest_of_a_place_and_go_when_they_are_old(
     assert len(await book.ips(None, 10)) == 1
 
 
-async def test_the_part_goes_with_its_stream_and_may_come_again(fresh: Database, book: PresenceBook) -> None:
+async def test_the_part_goes_with_its_stream_and_may_come_again(fresh: Database, book: PresenceRepository) -> None:
     from replicad.errors import StreamRefused
 
     await fresh.execute(schema.script("presence", "replicad", "up"))

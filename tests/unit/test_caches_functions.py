@@ -20,12 +20,10 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.caches.cache import CacheStatistics
-from replicad.caches.emptying import RETRY
-from replicad.caches.following import Following
+from replicad.caches.cache import RETRY, CacheStatistics, LruStorage
+from replicad.caches.following import InvalidationFollower
 from replicad.caches.keys import Invalidation, freeze, parse_rows
 from replicad.caches.registry import Caches
-from replicad.caches.storage import LruStorage
 from replicad.errors import UsageError
 from tests.conftest import PATIENCE
 
@@ -393,7 +391,7 @@ def test_a_storage_that_raises_ends_nothing_and_is_not_used_until_it_was_emptied
     caplog.set_level(logging.INFO)
     clock = [0.0]
     caches = Caches(max_staleness=math.inf, now=lambda: clock[0])
-    following = Following(caches, "caches")
+    following = InvalidationFollower(caches, "caches")
     storage, truth = Failing(), ["old"]
     of_function: dict[str, str] = {}
 

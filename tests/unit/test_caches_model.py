@@ -11,11 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from replicad.caches.cache import Cache
-from replicad.caches.following import Following
-from replicad.caches.guard import Ticket
+from replicad.caches.cache import MISSING, Cache, Ticket
+from replicad.caches.following import InvalidationFollower
 from replicad.caches.registry import Caches
-from replicad.caches.storage import MISSING
 from replicad.client.events import (
     Connected,
     Disconnected,
@@ -52,7 +50,7 @@ class World(RuleBasedStateMachine):
         self.resumable = False
         self.caches = Caches(now=lambda: 0.0)
         self.cache: Cache = self.caches.cache("f", max_entries=2)
-        self.following = Following(self.caches, "caches")
+        self.following = InvalidationFollower(self.caches, "caches")
 
     # --- what the follower of a client says of itself ---
 
@@ -205,11 +203,11 @@ class Client:
 LOST = Disconnected(ConnectionLost("cut"), 0.0)
 
 
-def connected() -> tuple[Caches, Cache, Following]:
+def connected() -> tuple[Caches, Cache, InvalidationFollower]:
     """Live caches, one of which holds a value."""
     caches = Caches()
     cache = caches.cache("f")
-    following = Following(caches, "caches")
+    following = InvalidationFollower(caches, "caches")
     following.take([Connected("here")], Client("NOW"))
     cache.store(cache.begin((1,)), "kept")
     assert cache.get((1,)) == "kept"
@@ -254,7 +252,7 @@ def test_who_tolerates_some_staleness_is_answered_for_so_long_and_no_longer() ->
     now = [100.0]
     caches = Caches(tolerate=5.0, now=lambda: now[0])
     cache = caches.cache("f")
-    following = Following(caches, "caches")
+    following = InvalidationFollower(caches, "caches")
     following.take([Connected("here")], Client("NOW"))
     cache.store(cache.begin((1,)), "kept")
     following.take([LOST], Client("5"))
@@ -272,7 +270,7 @@ def test_an_entry_is_not_given_out_longer_than_it_is_proven_to_be_good() -> None
     now = [100.0]
     caches = Caches(max_staleness=10.0, now=lambda: now[0])
     cache = caches.cache("f")
-    following = Following(caches, "caches")
+    following = InvalidationFollower(caches, "caches")
     following.take([Connected("here")], Client("NOW"))
     cache.store(cache.begin((1,)), "kept")
     now[0] = 110.0
@@ -299,7 +297,7 @@ def test_an_answer_of_before_the_ids_went_back_does_not_keep_caches_from_being_p
     now = [100.0]
     caches = Caches(max_staleness=10.0, now=lambda: now[0])
     cache = caches.cache("f")
-    following = Following(caches, "caches")
+    following = InvalidationFollower(caches, "caches")
     following.take([Connected("here")], Client("NOW"))
     following.take([Reset("caches", "w", 3, "moved_back")], Client("3", w=3))
     following.take([TakenUpto("caches", 900, 0.0)], Client("3", w=3))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from replicad.sharding.holdings import DRAIN, POSTPONE, TRUST, Holdings
-from replicad.sharding.planning import Member, Slot, View, moves, plan, slot_of
+from replicad.sharding.planning import Slot, View, WriterMember, moves, plan, slot_of
 
 NAMES = "abcdefg"
 
@@ -18,7 +18,7 @@ NAMES = "abcdefg"
 def view_of(owners: list[str | None], members: dict[str, bool]) -> View:
     """Members (leaving or not) whose terms are below those of their slots."""
     return View(
-        {name: Member(name, term=1, leaving=leaving) for name, leaving in members.items()},
+        {name: WriterMember(name, term=1, leaving=leaving) for name, leaving in members.items()},
         tuple(Slot(number, owner, 100 + number) for number, owner in enumerate(owners)),
     )
 
@@ -87,7 +87,7 @@ class Sharing(RuleBasedStateMachine):
     @initialize(slots=st.integers(1, 24))
     def begin(self, slots: int) -> None:
         self.term = 1000
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, WriterMember] = {}
         self.slots = [Slot(number, None, number) for number in range(slots)]
         self.seen: dict[str, View] = {}
 
@@ -97,7 +97,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
-        self.members[name] = Member(name, self.next_term())
+        self.members[name] = WriterMember(name, self.next_term())
         self.look(name)
 
     @rule(name=st.sampled_from(NAMES))
@@ -142,7 +142,7 @@ TestSharing = Sharing.TestCase
 
 
 def test_a_slot_of_an_older_membership_is_nobodys() -> None:
-    old = View({"a": Member("a", term=50)}, (Slot(0, "a", 40),))
+    old = View({"a": WriterMember("a", term=50)}, (Slot(0, "a", 40),))
     assert old.holder(old.slots[0]) is None
     assert plan(old, "a").take == (Slot(0, "a", 40),)
 
@@ -158,7 +158,7 @@ def holdings() -> Holdings:
     """Writer a, a member under term 1, with slot 0 of one, believed from second 100 on; time to live 10 seconds."""
     made = Holdings("events", "a", 10.0)
     made.joined(1, 100.0)
-    made.saw(View({"a": Member("a", 1)}, (Slot(0, "a", 5),), 6))
+    made.saw(View({"a": WriterMember("a", 1)}, (Slot(0, "a", 5),), 6))
     return made
 
 
@@ -173,7 +173,7 @@ def test_a_slot_is_given_away_when_the_writes_in_flight_are_through_and_none_beg
     first, second = holdings.begin("k", 101.0), holdings.begin("k", 101.0)
     assert first is not None
     assert second is not None
-    members = {"a": Member("a", 1, leaving=True), "b": Member("b", 3, address="b:1")}
+    members = {"a": WriterMember("a", 1, leaving=True), "b": WriterMember("b", 3, address="b:1")}
     holdings.saw(View(members, (Slot(0, "a", 5),), 7))
     assert holdings.drained(101.0) == []
     assert holdings.begin("k", 101.0) is None
@@ -188,7 +188,7 @@ def test_a_slot_is_given_away_when_the_writes_in_flight_are_through_and_none_beg
 
 def test_a_write_that_never_ends_does_not_keep_the_others_out(holdings: Holdings) -> None:
     assert holdings.begin("k", 101.0) is not None
-    holdings.saw(View({"a": Member("a", 1, leaving=True), "b": Member("b", 3)}, (Slot(0, "a", 5),), 7))
+    holdings.saw(View({"a": WriterMember("a", 1, leaving=True), "b": WriterMember("b", 3)}, (Slot(0, "a", 5),), 7))
     assert holdings.drained(101.0) == []
     holdings.alive(110.0)
     holdings.drained(101.1 + DRAIN)
@@ -203,12 +203,12 @@ def test_what_the_fence_refused_is_not_tried_again_under_that_term(holdings: Hol
     assert slot is not None
     holdings.doubt(slot)
     assert holdings.begin("k", 101.0) is None
-    holdings.saw(View({"a": Member("a", 1)}, (Slot(0, "a", 8),), 9))
+    holdings.saw(View({"a": WriterMember("a", 1)}, (Slot(0, "a", 8),), 9))
     assert holdings.begin("k", 101.0) == Slot(0, "a", 8)
 
 
 def test_a_writer_that_was_expelled_believes_nothing(holdings: Holdings) -> None:
-    holdings.saw(View({"b": Member("b", 7)}, (Slot(0, "a", 5),), 8))
+    holdings.saw(View({"b": WriterMember("b", 7)}, (Slot(0, "a", 5),), 8))
     assert holdings.term is None
     assert holdings.begin("k", 101.0) is None
     assert holdings.is_moving("k")

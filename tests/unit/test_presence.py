@@ -108,7 +108,7 @@ class RosterAgainstAModel(RuleBasedStateMachine):
     @rule()
     def begin_anew(self) -> None:
         self.database.clear()
-        self.roster.tell_anew()
+        self.roster.write_anew()
 
     @invariant()
     def the_database_will_know(self) -> None:

@@ -20,7 +20,7 @@ from .fake import FakeDaemon
 
 BLOCKING = """
 import logging, sys, time
-from replicad.caches.blocking_invalidator import CacheInvalidator
+from replicad.caches.blocking_invalidator import BlockingCacheInvalidator
 from replicad.client import Connected, Disconnected
 from replicad.retry import Backoff
 from replicad.client.blocking_client import BlockingClient
@@ -28,7 +28,7 @@ from replicad.tubes.commands import Part
 
 OPTIONS = dict(first_patience=None, also=(Connected, Disconnected))
 
-class Watched(CacheInvalidator):
+class Watched(BlockingCacheInvalidator):
     lost = False
     def stand(self, *, live, problem=None):
         self.lost = self.lost or (self.live and not live)
@@ -56,7 +56,7 @@ def asking(port):
         client.plan("cities", Part(0, 2), client.claim("cities", Part(0, 2)).term, wait=600.0)
 
 def caching(port):
-    caches = CacheInvalidator()
+    caches = BlockingCacheInvalidator()
     with BlockingClient("127.0.0.1", port, name="a program") as client, caches.following(client):
         caches.wait_live(60)
         print("live", flush=True)

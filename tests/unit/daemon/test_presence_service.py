@@ -13,29 +13,28 @@ from trio.testing import MockClock
 
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaTooNew
-from replicad.presence.book import Beat, Look
 from replicad.presence.commands import ClearUserSync
-from replicad.presence.pace import Pace
+from replicad.presence.repository import Beat, PresenceRepository, PresenceSettings
 from replicad.presence.roster import Change
-from replicad.presence.service import PresenceService
+from replicad.presence.service import PresenceIntervals, PresenceService
 from replicad.presence.user_ips import Sighting
 
 from .conftest import Desk, settle
 
-LOOK = Look(grace=2.0, lost_grace=4.0, ttl=6.0, ip_retention=60.0, fingerprint="f")
+LOOK = PresenceSettings(grace=2.0, lost_grace=4.0, ttl=6.0, ip_retention=60.0, fingerprint="f")
 
 
 @dataclass
-class MemoryBook:
+class MemoryRepository(PresenceRepository):
     """What Postgres would hold: who is online at which daemon. `fails[method]` is raised."""
 
-    settings: Look | None = LOOK
+    settings: PresenceSettings | None = LOOK
     installed: bool = True
     upgrades: int = 0
     online: dict[UUID, set[str]] = field(default_factory=dict)
     beats_of: dict[UUID, int] = field(default_factory=dict)
     silent: dict[UUID, float] = field(default_factory=dict)
-    buried: list[UUID] = field(default_factory=list)
+    cleared: list[UUID] = field(default_factory=list)
     retold: int = 0
     ips: list[Sighting] = field(default_factory=list)
     sweeps: int = 0
@@ -50,7 +49,7 @@ class MemoryBook:
         await self._answer("is_installed")
         return self.installed
 
-    async def look(self) -> Look | None:
+    async def look(self) -> PresenceSettings | None:
         await self._answer("look")
         return self.settings
 
@@ -75,10 +74,10 @@ class MemoryBook:
         await self._answer("beats")
         return [Beat(daemon, beat, self.silent.get(daemon, 0.0)) for daemon, beat in self.beats_of.items()]
 
-    async def bury(self, beat: Beat) -> int | None:
+    async def clear_expired(self, beat: Beat) -> int | None:
         users = len(self.online.pop(beat.daemon, ()))
         self.beats_of.pop(beat.daemon, None)
-        self.buried.append(beat.daemon)
+        self.cleared.append(beat.daemon)
         return users
 
     async def apply(self, daemon: UUID, changes: Sequence[Change]) -> bool:
@@ -91,7 +90,7 @@ class MemoryBook:
             (self.online[daemon].add if change.online else self.online[daemon].discard)(change.user)
         return True
 
-    async def retell(self) -> None:
+    async def write_again(self) -> None:
         self.retold += 1
 
     async def write_ips(self, sightings: Sequence[Sighting]) -> bool:
@@ -124,9 +123,9 @@ class Broadcaster:
 
 
 class World:
-    def __init__(self, desk: Desk, book: MemoryBook) -> None:
+    def __init__(self, desk: Desk, book: MemoryRepository) -> None:
         self.book, self.telling, self.troubles = book, Broadcaster(), desk.troubles
-        self.service = PresenceService(book, desk.settings, desk.troubles, self.telling, Pace())
+        self.service = PresenceService(book, desk.settings, desk.troubles, self.telling, PresenceIntervals())
         self.connect = desk.connect
 
     def causes(self) -> set[str]:
@@ -134,10 +133,10 @@ class World:
 
 
 @asynccontextmanager
-async def open_presence(book: MemoryBook | None = None, **limits: Any) -> AsyncIterator[World]:
+async def open_presence(book: MemoryRepository | None = None, **limits: Any) -> AsyncIterator[World]:
     async with trio.open_nursery() as nursery:
         desk = Desk(nursery, Troubles(), **limits)
-        world = World(desk, book or MemoryBook())
+        world = World(desk, book or MemoryRepository())
         await desk.open(world.service)
         yield world
         nursery.cancel_scope.cancel()
@@ -163,7 +162,7 @@ async def test_users_are_online_while_a_device_syncs_and_for_the_grace_period_af
         assert world.book.users == {"@b:x", "@c:x"}, "a lost connection has a longer one"
         await settle(2)
         assert world.book.users == set()
-        assert world.service.statistics().told == 6
+        assert world.service.statistics().written == 6
         assert world.service.summary() == {}
 
 
@@ -236,7 +235,7 @@ async def test_daemons_whose_beat_stopped_are_cleared_and_a_beating_one_is_not(a
         world.book.online = {dead: {"@z:x"}, alive: {"@y:x"}}
         world.book.silent = {dead: LOOK.ttl + LOOK.lost_grace, alive: LOOK.ttl}
         await settle(2)
-        assert set(world.book.buried) == {dead}
+        assert set(world.book.cleared) == {dead}
         assert world.book.users == {"@y:x"}
         client = world.connect()
         await client.say("USER_SYNC w @a:x None start 1")
@@ -256,7 +255,7 @@ async def test_rows_are_written_again_one_look_after_the_fingerprint_changed(aut
 
 
 async def test_presence_is_enabled_and_disabled_while_the_daemon_runs(autojump_clock: MockClock) -> None:
-    async with open_presence(MemoryBook(settings=None, installed=False)) as world:
+    async with open_presence(MemoryRepository(settings=None, installed=False)) as world:
         client = world.connect()
         assert await client.say("USER_SYNC w @a:x None start 1", 'USER_IP @a:x ["t", "1.1.1.1", "a", null, 1]') == []
         assert world.service.statistics().roster is None

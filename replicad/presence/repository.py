@@ -26,7 +26,7 @@ BATCH = 1000  # users or addresses in one statement: some ten milliseconds of wo
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PresenceSettings:
     """The settings (seconds), and a text that changes when rows that were written may be missing."""
 
     grace: float
@@ -45,7 +45,7 @@ class Beat:
     silent: float
 
 
-class PresenceBook:
+class PresenceRepository:
     """Reads and writes presence in one database. `now` is a monotonic clock, trio's by default."""
 
     def __init__(self, db: Database, schema: str, now: Callable[[], float] = trio.current_time) -> None:
@@ -83,12 +83,12 @@ class PresenceBook:
             await self._db.fetch_value("SELECT to_regclass($1) IS NOT NULL", f"{self._schema}.presence_version")
         )
 
-    async def look(self) -> Look | None:
+    async def look(self) -> PresenceSettings | None:
         """The settings; None while presence is not enabled."""
         if not await self.is_installed():
             return None
         row = await call_row(self._db, self._name, "presence_look")
-        return None if row is None else Look(*row)
+        return None if row is None else PresenceSettings(*row)
 
     async def upgrade(self) -> None:
         """Upgrade an older version of the part. Raises SchemaMissing and SchemaTooNew."""
@@ -112,7 +112,7 @@ class PresenceBook:
         silent = self._watch.observe(((row["id"], row["beat"]) for row in rows), self._now())
         return [Beat(daemon, beat, seconds) for (daemon, beat), seconds in silent.items()]
 
-    async def bury(self, beat: Beat) -> int | None:
+    async def clear_expired(self, beat: Beat) -> int | None:
         """Clear some users of a daemon whose beat expired. Returns 0 at the end, None if it has beaten since."""
         users: int | None = await call_value(self._db, self._name, "presence_bury", beat.daemon, beat.beat, BATCH)
         return users
@@ -134,7 +134,7 @@ class PresenceBook:
             )
         )
 
-    async def retell(self) -> None:
+    async def write_again(self) -> None:
         """Write a row again for every user who is online and whose rows were removed."""
         beyond: str | None = ""
         while beyond is not None:

@@ -37,10 +37,13 @@ FACES = (
 
 # Classes whose instances a program gets from a function or a method, and does not make by itself.
 _MADE_FOR_YOU = {
-    "Answer", "BlockingFollower", "Cache", "Database", "PodBatch", "PresenceReporter", "ShardedWriter", "TrioClient",
+    "BlockingFollower", "Cache", "Database", "PodAnswer", "PodBatch", "PresenceReporter", "ShardedWriter", "TrioClient",
     "TrioFollower", "Writer",
 }  # fmt: skip
-_DESCRIBED = {"Request": "{}", "Reading": "Answer[{}]"}  # what a method of `client.face` describes, and what it returns
+_DESCRIBED = {
+    "WholeRequest": "{}",
+    "PodRequest": "PodAnswer[{}]",
+}  # what `ClientRequests` describes, and its result
 
 _HEAD = """\
 <!-- `make docs` makes this page from the docstrings. -->

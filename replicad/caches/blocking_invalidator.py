@@ -19,8 +19,7 @@ from replicad.caches.following import (
     wishes,
 )
 from replicad.caches.registry import Caches
-from replicad.client.blocking_client import BlockingClient
-from replicad.client.blocking_follow import BlockingFollower
+from replicad.client.blocking_client import BlockingClient, BlockingFollower
 from replicad.client.events import Connected, Reset, RowBatch
 from replicad.errors import ConnectionLost
 from replicad.retry import Backoff

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from replicad.caches.registry import Caches
 from replicad.client.events import Connected, Disconnected, GenerationBegan, PositionMoved, Reset, RowBatch, TakenUpto
-from replicad.client.pursuit import FollowWishes
+from replicad.client.follow_loop import FollowWishes
 from replicad.errors import ReplicadError
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff

@@ -1,7 +1,7 @@
 """Clients of the daemon: `blocking_client` needs only the standard library, `trio_client` is for trio programs.
 
-What both do is written once, without I/O: `face` declares the requests, `requests` and `pods` understand answers about
-tubes, `follower` and `pursuit` follow streams. The events that a follower hands over are exported here.
+The logic of both is written once, without I/O: `requests` declares the requests and understands their answers,
+`follower` and `follow_loop` follow streams. The events that a follower returns are exported here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from replicad.exports import exported
 
 if TYPE_CHECKING:
-    from replicad.client.blocking_client import Answer, BlockingClient, BlockingFollower, Endpoint
+    from replicad.client.blocking_client import BlockingClient, BlockingFollower, Endpoint
     from replicad.client.events import (
         Connected,
         Disconnected,
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
         TakenUpto,
     )
     from replicad.client.ledger import Touch
-    from replicad.client.pods import Pod
-    from replicad.client.trio_client import PodBatch, TrioClient, TrioFollower, open_client
+    from replicad.client.requests import Pod, PodAnswer, PodBatch
+    from replicad.client.trio_client import TrioClient, TrioFollower, open_client
     from replicad.client.worker import Batch, Worker, WorkerSettings, WorkerStatistics
 
 __all__ = [
-    "Answer",
     "Batch",
     "BlockingClient",
     "BlockingFollower",
@@ -40,6 +39,7 @@ __all__ = [
     "Event",
     "GenerationBegan",
     "Pod",
+    "PodAnswer",
     "PodBatch",
     "PositionMoved",
     "Reset",
@@ -59,7 +59,7 @@ __all__ = [
 __getattr__ = exported(
     __name__,
     {
-        **dict.fromkeys(("Answer", "BlockingClient", "BlockingFollower", "Endpoint"), "blocking_client"),
+        **dict.fromkeys(("BlockingClient", "BlockingFollower", "Endpoint"), "blocking_client"),
         **dict.fromkeys(
             (
                 "Connected",
@@ -76,8 +76,8 @@ __getattr__ = exported(
             "events",
         ),
         "Touch": "ledger",
-        "Pod": "pods",
-        **dict.fromkeys(("PodBatch", "TrioClient", "TrioFollower", "open_client"), "trio_client"),
+        **dict.fromkeys(("Pod", "PodAnswer", "PodBatch"), "requests"),
+        **dict.fromkeys(("TrioClient", "TrioFollower", "open_client"), "trio_client"),
         **dict.fromkeys(("Batch", "Worker", "WorkerSettings", "WorkerStatistics"), "worker"),
     },
 )

@@ -1,36 +1,134 @@
 """The client for programs without async, and for Spark's Python workers: needs threads and the standard library only.
 
-`face`, `requests` and `pursuit` have the logic; this file drives it on a socket. After any failure but a plain refusal
-the connection is closed, so that an answer is never taken for that of another request.
+`requests` and `follow_loop` have the logic; this file drives it on a socket. After any failure but a plain refusal the
+connection is closed, so that an answer is never taken for the answer to another request.
 """
 
 from __future__ import annotations
 
+import itertools
 import ssl
 import threading
+import time
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, Unpack, overload
 
-from replicad.client.answers import Answer
-from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import E, Reset, RowBatch
-from replicad.client.face import Reading, Request, Requests
-from replicad.client.following import Tokens
-from replicad.client.pursuit import FollowWishes
+from replicad.client.follow_loop import FollowerBase, FollowWishes, Tokens
+from replicad.client.link import DaemonTarget, SocketLink, open_link
 from replicad.client.refusals import keeps_in_step
-from replicad.client.requests import Introduction
-from replicad.client.sockets import SocketLink, Target, open_link
-from replicad.client.steps import STEPS
+from replicad.client.requests import ClientRequests, Introduction, PodAnswer, PodRequest, WholeRequest
+from replicad.client.steps import STEPS, Connect, Sleep
 from replicad.config.secrets import trust
-from replicad.errors import ConnectionLost, LocalProtocolError
+from replicad.errors import ConnectionLost, LocalProtocolError, ReplicadError
+from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.tubes.commands import CursorAt
 
-__all__ = ["Answer", "BlockingClient", "BlockingFollower", "Endpoint", "open_client"]
-
 T = TypeVar("T")
+
+
+class BlockingFollower(FollowerBase, Iterator[T]):
+    """An endless iterator over RowBatch and Reset events, and over the events of the types in `also`.
+
+    It reconnects and resumes by itself; `close`, from any thread, ends it. Iterating raises errors that trying again
+    does not help against: NotAuthorised, WrongServer, RemoteProtocolError, UnknownStream and BadToken for the caller's
+    arguments, or the last ConnectionLost when `patience` has passed.
+    """
+
+    def __init__(
+        self,
+        target: DaemonTarget,
+        streams: Tokens | None,
+        *,
+        linear: bool,
+        also: Collection[type],
+        wishes: FollowWishes,
+    ) -> None:
+        super().__init__(target, streams, linear=linear, also=also, wishes=wishes, now=time.monotonic)
+        self._link: SocketLink | None = None
+        self._stop = threading.Event()
+
+    def together(self) -> list[T]:
+        """The next event and the events received with it: for programs that handle a hundred thousand in a second.
+
+        Tokens and positions are those after the last of them. Empty when the follower was closed.
+        """
+        events = list(itertools.islice(self, 1))
+        if events:
+            self._add_at_hand(events)
+        return events
+
+    def __next__(self) -> T:
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+        answer: Any = None
+        error: ReplicadError | None = None
+        while not self._stop.is_set():
+            step, self._pending = self._pending, None
+            try:
+                if step is None:
+                    step = self._steps.send(answer) if error is None else self._steps.throw(error)
+            except ReplicadError:
+                self.close()
+                raise
+            answer = error = None
+            kind = type(step)
+            if kind in self._wanted:
+                event: T = step
+                return event
+            if kind in STEPS:
+                try:
+                    answer = self._perform(step)
+                except ReplicadError as failure:
+                    error = failure
+                except BaseException:  # for example Ctrl-C: a step cannot be resumed
+                    self.close()
+                    raise
+        raise StopIteration
+
+    def _perform(self, step: Any) -> Any:
+        if isinstance(step, Connect):
+            self._disconnect()
+            self._link = open_link(self._target)
+            if self._stop.is_set():  # closed meanwhile, by another thread
+                self._disconnect()
+            return self._link.connection, self._link.server_name
+        if isinstance(step, Sleep):
+            self._disconnect()
+            self._stop.wait(step.seconds)
+            return None
+        assert self._link is not None
+        return self._link.perform(step)
+
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def send(self, *commands: Command) -> None:
+        """Send commands on the present connection: for commands that only a connection that follows a stream may send.
+        The server's answers are received like other lines.
+
+        Raises:
+            ConnectionLost: there is no connection now.
+        """
+        if self._link is None:
+            raise ConnectionLost(f"there is no connection to {self._target} now")
+        self._link.send(commands)
+
+    def close(self) -> None:
+        """End the iteration, even if another thread waits in it; safe to repeat."""
+        self._stop.set()
+        self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +172,15 @@ class Endpoint:
         )
 
 
-class BlockingClient(Requests):
-    """Requests to one daemon. Connects when it is first needed, and again after a loss, which is raised once.
+class BlockingClient(ClientRequests):
+    """Sends requests to one daemon. Connects when it is first needed, and again after a loss, which is raised once.
 
-    Requests may come from several threads; they are asked one after another. Times in seconds. `server_name`: what
-    the server must call itself; `token`: its secret. `connect_timeout` is for connection, TLS and greeting together,
-    `answer_timeout` for each piece of an answer, on top of what the request itself waits for. `keepalive` starts a
+    Several threads may send requests; they are sent one after another. Times in seconds. `server_name`: the name that
+    the server must send; `token`: its secret. `connect_timeout` is for connection, TLS and greeting together,
+    `answer_timeout` for each piece of an answer, on top of the time that the request itself waits. `keepalive` starts a
     thread that sends PINGs and notices a silent peer between requests.
 
-    The requests and what they raise: see `face.Requests`.
+    `requests.ClientRequests` has the requests and the errors that they raise.
     """
 
     def __init__(
@@ -100,7 +198,7 @@ class BlockingClient(Requests):
         timing: Timing | None = None,
     ) -> None:
         us = Introduction(name, server_name, token)
-        self._target = Target(host, port, us, tls, connect_timeout, answer_timeout, keepalive, timing or Timing())
+        self._target = DaemonTarget(host, port, us, tls, connect_timeout, answer_timeout, keepalive, timing or Timing())
         self._turn = threading.Lock()  # one request at a time; held until its answer is complete
         self._owner: int | None = None  # the thread whose request it is
         self._link: SocketLink | None = None
@@ -125,7 +223,7 @@ class BlockingClient(Requests):
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
         `streams` None: every stream from `begin`, and those that are added later, from where they stand then. Events
-        are RowBatch, Reset, and those of the types in `also` (see `events.Also`). For the wishes see FollowOptions.
+        are RowBatch, Reset, and the events of the types in `also` (see `events.Also`). FollowOptions has the wishes.
 
         Raises:
             BadToken: a token cannot be parsed.
@@ -146,17 +244,17 @@ class BlockingClient(Requests):
 
     # --- how ---
 
-    def _drive(self, request: Request[T], /) -> T:
+    def _drive(self, request: WholeRequest[T], /) -> T:
         answers: list[Any] = []
         for turn in request.turns:
             with self._request() as link:
                 answers.append(link.run(turn(link.connection, self._target.answer_timeout)))
         return request.result(answers)
 
-    def _read(self, reading: Reading[T], /) -> Answer[T]:
-        return Answer(self._pieces(reading), reading.parse)
+    def _read(self, reading: PodRequest[T], /) -> PodAnswer[T]:
+        return PodAnswer(self._pieces(reading), reading.parse)
 
-    def _pieces(self, reading: Reading[Any]) -> Generator[Any, None, CursorAt]:
+    def _pieces(self, reading: PodRequest[Any]) -> Generator[Any, None, CursorAt]:
         with self._request() as link:
             steps = reading.turn(link.connection, self._target.answer_timeout)
             answer: bytes | None = None

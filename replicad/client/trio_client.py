@@ -1,40 +1,157 @@
 """The client for trio programs, with the same methods and errors as `blocking_client`.
 
-`face`, `requests` and `pursuit` have the logic; this file drives it on a trio stream. After any failure but a plain
-refusal (also after a cancellation) the connection is closed, so that an answer is never taken for that of another
-request.
+`requests` and `follow_loop` have the logic; this file drives it on a trio stream. After any failure but a plain refusal
+(also after a cancellation) the connection is closed, so that an answer is never taken for that of another request.
 """
 
 from __future__ import annotations
 
+import importlib
 import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import trio
 
-from replicad.client.answers import PodBatch
 from replicad.client.events import E, Reset, RowBatch
-from replicad.client.face import Reading, Request, Requests
-from replicad.client.following import Tokens
-from replicad.client.pursuit import FollowWishes
-from replicad.client.ready import ReadyCalls
+from replicad.client.follow_loop import FollowerBase, FollowWishes, Tokens
+from replicad.client.link import DaemonTarget
 from replicad.client.refusals import keeps_in_step
-from replicad.client.requests import Introduction
-from replicad.client.schemes import open_target
-from replicad.client.sockets import Target
-from replicad.client.steps import STEPS
-from replicad.client.trio_follow import TrioFollower
-from replicad.client.trio_link import TrioLink, open_link
-from replicad.errors import ConnectionLost, UsageError
+from replicad.client.requests import ClientRequests, Introduction, PodBatch, PodRequest, WholeRequest
+from replicad.client.steps import STEPS, Connect, Sleep
+from replicad.client.trio_link import ReadyCalls, TrioLink, open_link
+from replicad.errors import ConnectionLost, EnvironmentRefused, ReplicadError, UsageError
 from replicad.nurseries import open_plain_nursery
+from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.tubes.commands import CursorAt, Part
 
-__all__ = ["PodBatch", "TrioClient", "TrioFollower", "open_client"]
+
+def open_target(
+    url: str, target: DaemonTarget, nursery: trio.Nursery, daemon: str | Sequence[str] | None
+) -> DaemonTarget:
+    """The target for a URL, from `target`, which has everything but an address. `daemon`: where to ask by TCP.
+
+    Raises:
+        UsageError: no feature opens such URLs, or the URL cannot be used.
+        EnvironmentRefused: the feature's extra is not installed.
+    """
+    scheme = url.partition("://")[0]
+    # The list is above this room, and names features; only a caller with a URL needs it.
+    ways = importlib.import_module("replicad.features").schemes()
+    if scheme not in ways:
+        known = ", ".join(f"{name}://" for name in ways) or "none"
+        raise UsageError(f"{scheme[:40]}:// is not a way to a daemon; give a host and a port, or a URL: {known}")
+    try:
+        module = importlib.import_module(ways[scheme])
+    except ModuleNotFoundError as error:
+        extra = ways[scheme].split(".")[1]
+        raise EnvironmentRefused(f"{scheme}:// needs the extra `{extra}`: pip install 'replicad[{extra}]'") from error
+    found: DaemonTarget = module.open_target(url, target, nursery, daemon)
+    return found
+
 
 T = TypeVar("T")
+
+
+class TrioFollower(FollowerBase, AsyncIterator[T]):
+    """An endless asynchronous iterator over RowBatch and Reset events, and over the events of the types in `also`.
+
+    It reconnects and resumes by itself. A cancelled `__anext__` loses no row: the next one goes on where it was; only
+    an attempt to connect begins again. It raises the errors that `BlockingFollower` raises.
+    """
+
+    def __init__(
+        self,
+        target: DaemonTarget,
+        nursery: trio.Nursery,
+        streams: Tokens | None,
+        *,
+        linear: bool,
+        also: Collection[type],
+        wishes: FollowWishes,
+    ) -> None:
+        super().__init__(target, streams, linear=linear, also=also, wishes=wishes, now=trio.current_time)
+        self._nursery = nursery
+        self._link: TrioLink | None = None
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def together(self) -> list[T]:
+        """The next event and the events received with it: for programs that handle a hundred thousand in a second.
+
+        Tokens and positions are those after the last of them. Cancelled, it loses none.
+        """
+        events = [await self.__anext__()]
+        self._add_at_hand(events)
+        return events
+
+    async def send(self, *commands: Command) -> None:
+        """Send commands on the present connection: for commands that only a connection that follows a stream may send.
+        The server's answers are received like other lines.
+
+        Raises:
+            ConnectionLost: there is no connection now.
+        """
+        if self._link is None:
+            raise ConnectionLost(f"there is no connection to {self._target} now")
+        await self._link.send(commands)
+
+    async def __anext__(self) -> T:
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+        if self._closed:
+            raise StopAsyncIteration
+        while True:
+            answer: Any = None
+            error: ReplicadError | None = None
+            if self._pending is not None:
+                try:
+                    answer = await self._perform(self._pending)
+                except ReplicadError as failure:
+                    error = failure
+                self._pending = None
+            try:
+                step = self._steps.send(answer) if error is None else self._steps.throw(error)
+            except BaseException:
+                self.close()
+                raise
+            if type(step) in STEPS:
+                self._pending = step
+            elif type(step) in self._wanted:
+                event: T = step
+                return event
+
+    async def _perform(self, step: Any) -> Any:
+        if isinstance(step, Connect):
+            self._disconnect()
+            self._link = await open_link(self._target, self._nursery)
+            return self._link.connection, self._link.server_name
+        if isinstance(step, Sleep):
+            self._disconnect()
+            await trio.sleep(step.seconds)
+            return None
+        assert self._link is not None
+        return await self._link.perform(step)
+
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def close(self) -> None:
+        """End the iteration; safe to repeat."""
+        self._closed = True
+        self._disconnect()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
 
 
 @asynccontextmanager
@@ -56,9 +173,9 @@ async def open_client(
 
     `host` may be a URL instead, without a port: `redis://[[user]:password@]host[:port][/database]`, or `rediss://` with
     TLS. Then `server_name` is needed. Streams are followed over Redis, with the same events and tokens; all requests,
-    and rows that were missed, go by TCP (`tls`, `token`) to `daemon`: HOST:PORT, or several of them, of which the one
-    that is announced in Redis is taken. Without `daemon`, and so without `token`, it is whichever is announced. See
-    docs/transports.md.
+    and rows that were missed, go by TCP (`tls`, `token`) to `daemon`: HOST:PORT, or several of them; the client takes
+    the one that is announced in Redis. Without `daemon`, and so without `token`, the client takes any daemon that is
+    announced. See docs/transports.md.
 
     Nothing is connected before the first request; at the end of the block everything is closed.
 
@@ -70,21 +187,21 @@ async def open_client(
     is_url = "://" in host
     if is_url != (port is None) or (daemon is not None and not is_url):
         raise UsageError("give a host and a port, or a URL, which may go with `daemon`")
-    target = Target(host, port or 0, us, tls, connect_timeout, answer_timeout, keepalive, timing)
+    target = DaemonTarget(host, port or 0, us, tls, connect_timeout, answer_timeout, keepalive, timing)
     async with open_plain_nursery() as nursery:
         if is_url:
             target = open_target(host, target, nursery, daemon)
         yield TrioClient(target, nursery)
 
 
-class TrioClient(Requests):
-    """Requests to one daemon; made by `open_client`. Connects when it is first needed, and again after a loss.
+class TrioClient(ClientRequests):
+    """Sends requests to one daemon; made by `open_client`. Connects when it is first needed, and again after a loss.
 
-    Requests may come from several tasks; they are asked one after another on one connection. What they are and raise,
-    see `face.Requests`: the methods are those of the blocking client, to be awaited for.
+    Several tasks may send requests; they are sent one after another on one connection. `requests.ClientRequests` has
+    the requests and the errors that they raise: the methods of the blocking client, but awaited.
     """
 
-    def __init__(self, target: Target, nursery: trio.Nursery) -> None:
+    def __init__(self, target: DaemonTarget, nursery: trio.Nursery) -> None:
         self._target = target
         self._nursery = nursery
         self._turn = trio.Lock()
@@ -111,7 +228,7 @@ class TrioClient(Requests):
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
         `streams` None: every stream from `begin`, and those that are added later, from where they stand then. Events
-        are RowBatch, Reset, and those of the types in `also` (see `events.Also`). For the wishes see FollowOptions.
+        are RowBatch, Reset, and the events of the types in `also` (see `events.Also`). FollowOptions has the wishes.
 
         Raises:
             BadToken: a token cannot be parsed.
@@ -126,14 +243,14 @@ class TrioClient(Requests):
 
     # --- how ---
 
-    async def _drive(self, request: Request[T], /) -> T:
+    async def _drive(self, request: WholeRequest[T], /) -> T:
         answers: list[Any] = []
         for turn in request.turns:
             async with self._request() as link:
                 answers.append(await link.run(turn(link.connection, self._target.answer_timeout)))
         return request.result(answers)
 
-    async def _read(self, reading: Reading[T], /) -> PodBatch[T]:
+    async def _read(self, reading: PodRequest[T], /) -> PodBatch[T]:
         found: list[T] = []
         async with self._request() as link:
             steps = reading.turn(link.connection, self._target.answer_timeout)
@@ -177,6 +294,6 @@ class TrioClient(Requests):
 def when_ready(client: TrioClient, tube: str, part: Part, call: Callable[[], None]) -> None:
     """Call `call` once, when the daemon sends READY for the partition or the connection ends.
 
-    Say so before the CLAIM or PODS with `ready`: READY may come before the answer.
+    Call this before you send CLAIM or PODS with `ready=1`. READY can arrive before the answer.
     """
     client._ready_calls.when(tube, part, call)

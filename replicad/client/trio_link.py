@@ -1,21 +1,21 @@
-"""A connection to the daemon on trio: like `sockets`, with tasks instead of a thread.
+"""A connection to the daemon on trio: like `link.SocketLink`, with tasks instead of a thread.
 
-It sends and receives bytes and keeps the deadlines; `requests` and `pursuit` interpret them. Only one task reads, so
-that a cancelled request interrupts no read. It stops reading until the owner has taken the lines before.
+It sends and receives bytes and keeps the deadlines; `requests` and `follow_loop` interpret them. Only one task reads,
+so that a cancelled request interrupts no read. It stops reading until the owner has taken the lines before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import ssl
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import trio
 
-from replicad.client.link import Link
-from replicad.client.ready import ReadyCalls
+from replicad.client.link import READ_BYTES, DaemonTarget, Link, reason
 from replicad.client.requests import greet
-from replicad.client.sockets import READ_BYTES, Target, reason
 from replicad.client.steps import Receive, Send, Steps
 from replicad.errors import ConnectionLost, ReplicadError
 from replicad.groups import leaves
@@ -23,6 +23,41 @@ from replicad.nurseries import open_plain_nursery
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Ping
 from replicad.protocol.connection import Due
+from replicad.tubes.commands import Part
+
+_READY = re.compile(rb"^READY (\S{1,200}) ([0-9]{1,5})/([0-9]{1,5})\r?$", re.MULTILINE)
+
+
+class ReadyCalls:
+    """The calls of one client at READY lines of the daemon, at most one for each partition. No connection, no clock.
+
+    Each call is made once. All calls are made when the connection ends, because no READY comes on it any more.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, Part], Callable[[], None]] = {}
+
+    def when(self, tube: str, part: Part, call: Callable[[], None]) -> None:
+        """Call `call` at the next READY for the partition, in place of the call that was set before."""
+        self._calls[tube, part] = call
+
+    def look_at(self, block: bytes) -> None:
+        """Make the calls for the READY lines among these lines."""
+        if b"READY " not in block:  # as almost always
+            return
+        for found in _READY.finditer(block):
+            self._call((found[1].decode(errors="replace"), Part(int(found[2]), int(found[3]))))
+
+    def call_all(self) -> None:
+        """The connection has ended."""
+        for place in list(self._calls):
+            self._call(place)
+
+    def _call(self, place: tuple[str, Part]) -> None:
+        call = self._calls.pop(place, None)
+        if call is not None:
+            call()
+
 
 T = TypeVar("T")
 
@@ -31,10 +66,10 @@ _LAST_ERROR = 0.5  # seconds to receive an ERROR that was sent before the connec
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError, ssl.SSLError, OSError)
 
 
-async def open_link(target: Target, nursery: trio.Nursery, ready: ReadyCalls | None = None) -> TrioLink:
+async def open_link(target: DaemonTarget, nursery: trio.Nursery, ready: ReadyCalls | None = None) -> TrioLink:
     """Connect, make the TLS handshake, wait for SERVER and send our name, all within `connect_timeout`.
 
-    The link's tasks live in `nursery` until it is closed. `ready`: what to call for READY lines.
+    The link's tasks live in `nursery` until it is closed. `ready`: the calls for READY lines.
 
     Raises:
         ConnectionLost: it could not be made; the message says why.
@@ -57,7 +92,7 @@ async def open_link(target: Target, nursery: trio.Nursery, ready: ReadyCalls | N
     return link
 
 
-async def connect(target: Target) -> trio.abc.Stream:
+async def connect(target: DaemonTarget) -> trio.abc.Stream:
     """A connection to the daemon, after the TLS handshake; nothing was sent on it. Raises ConnectionLost."""
     if target.dial is not None:
         dialled: trio.abc.Stream = await target.dial()
@@ -91,7 +126,7 @@ class TrioLink(Link):
     accumulate and the end of the connection is noticed at once.
     """
 
-    def __init__(self, stream: trio.abc.Stream, target: Target, ready: ReadyCalls | None = None) -> None:
+    def __init__(self, stream: trio.abc.Stream, target: DaemonTarget, ready: ReadyCalls | None = None) -> None:
         super().__init__(target, trio.current_time())
         self._ready = ready or ReadyCalls()
         self._stream = stream

@@ -1,45 +1,416 @@
 """A worker without Spark: a trio program that passes the touched ids of a tube to the user's async function.
 
 It is a TCP client of the daemon. One task per partition claims the lease, reads pods ahead up to a bound, processes
-their ids in parallel batches (an id only once at a time), and acks each pod as soon as all its ids are processed
-(partition.py). A worker that cannot renew its lease stops processing before another can claim it (holding.py). After a
-backfill it collects garbage (garbage.py), if the user gives `stale_ids`.
+their ids in parallel batches (an id only once at a time), and acks each pod as soon as all its ids are processed. A
+worker that cannot renew its lease stops processing before another can claim it (leases.py). After a backfill it
+collects garbage (ledger.py), if the user gives `stale_ids`.
 
-All partitions share a few connections, and one request renews all leases (keeping.py). Nothing polls: the daemon sends
-READY when a partition has pods or its lease is free.
+All partitions share a few connections, and one request renews all leases. Nothing polls: the daemon sends READY when a
+partition has pods or its lease is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import trio
 
-from replicad.client.garbage import StaleIds
-from replicad.client.holding import Desk, OpenClient, word_of
-from replicad.client.keeping import Keeper
-from replicad.client.partition import Partition
+from replicad.client.leases import ClaimConnection, Holding, LeaseKeeper, OpenClient, Past, new_key, word_of
+from replicad.client.ledger import FRUITLESS_STEPS, Ledger, StaleIds, Touch, collect
 from replicad.client.refusals import may_pass
-from replicad.client.work import Batch, Handle, HandleControl, Work, WorkerSettings, WorkerStatistics
-from replicad.errors import CursorAhead, Forbidden, LeaseLost, PartitionsChanged, ReplicadError
+from replicad.client.requests import Pod, garbage_before
+from replicad.client.trio_client import TrioClient, when_ready
+from replicad.errors import (
+    CursorAhead,
+    DownstreamError,
+    Forbidden,
+    LeaseLost,
+    PartitionsChanged,
+    RemoteError,
+    RemoteProtocolError,
+    ReplicadError,
+)
 from replicad.eventlog import get_logger
 from replicad.groups import leaves, raise_as_it_was
 from replicad.nurseries import open_plain_nursery
+from replicad.protocol.tokens import START, Cursor
 from replicad.retry import Backoff
 from replicad.tubes.commands import Part
 
-__all__ = ["Batch", "Worker", "WorkerSettings", "WorkerStatistics"]
+Handle = Callable[["Batch"], Awaitable[None]]
+HandleControl = Callable[[Pod], Awaitable[None]]
+
+WHOLE = Part(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Ids to process, each once, the oldest first.
+
+    `term` is that of the lease under which they are processed. Of two leases of a partition (`part`), the later one has
+    the higher term. A downstream that keeps the highest term of each partition can refuse what a worker writes after
+    its lease is lost.
+    """
+
+    tube: str
+    touches: tuple[Touch, ...]
+    part: Part = WHOLE
+    term: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """The bounds of a worker, for each of its partitions. Times in seconds."""
+
+    batch_ids: int = 500  # ids in one call of the function
+    parallelism: int = 4  # calls at the same time
+    max_pods: int = 1000  # pods read and not acked
+    exclude_backfill: bool = False  # leave backfill pods where they are, for a downstream under pressure
+    lease_ttl: float = 30.0
+    poll: float = 20.0  # after so long a partition without pods, or without its lease, asks again, though no READY came
+    tries: int = 5  # of a single id, or of a pod that cannot be read, before it is parked; 0: without limit
+    call_timeout: float = (
+        600.0  # a call that takes longer is cancelled and has failed: a hanging one would keep its lease
+    )
+    backoff_first: float = 0.5
+    backoff_cap: float = 60.0
+    garbage_ids: int = 1000  # stale ids in one call of `stale_ids`
+    garbage_settle: float = 1.0  # how long `stale_ids` must return none; as long as a write may stay invisible there
+
+
+@dataclass(slots=True)
+class WorkerStatistics:
+    """Counted since the start."""
+
+    processed: int = 0
+    failed_calls: int = 0
+    parked: int = 0
+    garbage: int = 0
+    acked_pods: int = 0
+    leases_lost: int = 0
+
+
+@dataclass(slots=True)
+class Work:
+    """One tube, the functions that process its ids, and the counts. Shared by a worker and its partitions.
+
+    `past`: leases that this process may still hold in Postgres. `unproven`: partitions where something was parked while
+    nothing else succeeded, until something does.
+    """
+
+    open_client: OpenClient
+    tube: str
+    handle: Handle
+    control: HandleControl | None
+    stale_ids: StaleIds | None
+    settings: WorkerSettings
+    statistics: WorkerStatistics = field(default_factory=WorkerStatistics)
+    key: str = field(default_factory=new_key)
+    past: dict[Part, Past] = field(default_factory=dict)
+    unproven: set[int] = field(default_factory=set)
+
+
+ERROR_LENGTH = 2000  # characters of an error that is kept with what it parked
+
+T = TypeVar("T")
+
+log = get_logger(__name__)
+
+
+class Partition:
+    """One partition under one lease: reads pods ahead, processes their ids, acks, and parks what always fails.
+
+    Whatever can fail with one id or pod is handled in one way: it is tried again after growing pauses, then parked, and
+    the others go on. It is parked after `tries` only while others succeed, because when everything fails the
+    downstream is probably unavailable. An id that fails alone proves nothing, so just one is parked without proof,
+    until a call succeeds.
+    """
+
+    def __init__(
+        self, work: Work, client: TrioClient, claims: ClaimConnection, keeper: LeaseKeeper, part: Part
+    ) -> None:
+        """`client` is for pods; other partitions may use it too. `claims` claims the lease, `keeper` renews it."""
+        self._work_for = work
+        self._settings = work.settings
+        self._counts = work.statistics
+        self._client = client
+        self.part = part
+        self._tube = work.tube
+        self._log = log.bind(tube=work.tube, part=str(part))
+        self._ledger = Ledger()
+        self._cursor = START
+        self._one_by_one = 0  # pods to read alone, because a read of several has failed
+        self._failed_reads = 0  # of the next pod
+        self._stirred = trio.Event()  # set when a batch has ended, or pods have come; then replaced
+        self._read_at = 0.0  # when to read again, if nothing stirs before
+        self._ready = False  # READY came since the last read began
+        self._processed = trio.Event()  # set when ids were processed; then replaced
+        self._ends: dict[int, tuple[Pod, int]] = {}  # seq: held control pod of a backfill, and its start_seq
+        self._successes = 0
+        self._claims = claims
+        self._keeper = keeper
+        self._lease = Holding(work.tube, part, work.key, work.settings.lease_ttl)
+
+    async def run(self, backoff: Backoff) -> None:
+        """Claim the lease and work until it is lost.
+
+        Raises:
+            ReplicadError: the daemon's refusal (LeaseHeld, LeaseLost, PartitionsChanged), or ConnectionLost.
+        """
+        lease = self._lease
+        try:
+            await lease.claim(self._claims, self._settings.poll, self._work_for.past.get(self.part))
+            backoff.reset()
+            with lease.scope, self._keeper.keeping(lease):
+                async with open_plain_nursery() as nursery:
+                    await self._work(nursery)
+        finally:
+            if lease.term:
+                self._work_for.past[self.part] = lease.past(busy=self._ledger.busy > 0)
+        raise lease.failure
+
+    async def _work(self, nursery: trio.Nursery) -> None:
+        settings = self._settings
+        calls = trio.CapacityLimiter(settings.parallelism)
+        while True:
+            self._stirred = trio.Event()
+            await self._ack()
+            if (end := self._ends.pop(self._ledger.oldest or 0, None)) is not None:
+                nursery.start_soon(self._collect, *end)
+            came = 0
+            if self._ledger.pods < settings.max_pods and trio.current_time() >= self._read_at:
+                came = await self._read(nursery)
+            while calls.available_tokens and (touches := self._ledger.take(settings.batch_ids)):
+                await calls.acquire_on_behalf_of(touches[0])
+                nursery.start_soon(self._process, touches, calls)
+            if not came:
+                with trio.move_on_at(self._read_at if self._ledger.pods < settings.max_pods else float("inf")):
+                    await self._stirred.wait()
+
+    # --- pods ---
+
+    async def _read(self, nursery: trio.Nursery) -> int:
+        """Read pods ahead. If there are none, the daemon sends READY when there are."""
+        settings = self._settings
+        self._ready, self._read_at = False, 0.0
+        when_ready(self._client, self._tube, self.part, self._read_soon)
+        limit = 1 if self._one_by_one else settings.max_pods - self._ledger.pods
+        try:
+            found = await self._client.pods(
+                self._tube,
+                self.part,
+                self._lease.term,
+                self._cursor,
+                limit=limit,
+                backfill=0 if settings.exclude_backfill else None,
+                wait=settings.poll,
+                ready=True,
+            )
+        except (RemoteProtocolError, RemoteError) as error:  # a pod that is too long, or is no pod
+            await self._skip_unreadable(error, alone=limit == 1)
+            return 0
+        self._failed_reads = 0
+        self._one_by_one = max(0, self._one_by_one - 1)
+        self._cursor = found.end.cursor
+        if not found and not self._ready:
+            self._read_at = trio.current_time() + settings.poll
+        for pod in found:
+            await self._take(pod, nursery)
+        return len(found)
+
+    def _read_soon(self) -> None:
+        """READY came, or the connection has ended."""
+        self._ready, self._read_at = True, 0.0
+        self._stirred.set()
+
+    async def _skip_unreadable(self, error: ReplicadError, *, alone: bool) -> None:
+        """Read one pod at a time from here on; park the pod that cannot be read alone."""
+        if not alone:
+            self._log.warning("pods_unreadable", cursor=str(self._cursor), error=str(error))
+            self._one_by_one = self._settings.max_pods
+            return
+        self._failed_reads += 1
+        self._counts.failed_calls += 1
+        await trio.sleep(self._pause(self._failed_reads - 1))
+        certain = isinstance(error, RemoteProtocolError)  # another error may be one of the daemon
+        if not 0 < self._settings.tries <= self._failed_reads or not (certain or self._unproven_once()):
+            return
+        backfill = 0 if self._settings.exclude_backfill else None
+        planned = await self._client.plan(
+            self._tube, self.part, self._lease.term, self._cursor, limit=1, backfill=backfill
+        )
+        if planned.pods and await self._put_aside(_last(self._cursor, planned.cursor), [], self._failed_reads, error):
+            self._cursor = planned.cursor
+            self._failed_reads = 0
+
+    async def _take(self, pod: Pod, nursery: trio.Nursery) -> None:
+        """Note a pod that was read. A control pod is given to the user's function first."""
+        work = self._work_for
+        before = None if pod.ids or work.stale_ids is None else garbage_before(pod.payload)
+        self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids, held=True)
+        error = None
+        if not pod.ids and work.control is not None:
+            error = await self._attempt(work.control, pod)
+        if error is None:
+            self._end_hold(pod, before)
+        else:
+            nursery.start_soon(self._retry_control, pod, before, error)
+
+    def _end_hold(self, pod: Pod, before: int | None) -> None:
+        if before is None:
+            self._ledger.let_go(pod.seq)
+        else:
+            self._ends[pod.seq] = (pod, before)
+        self._stirred.set()
+
+    async def _retry_control(self, pod: Pod, before: int | None, failure: Exception) -> None:
+        """Give a control pod to the user's function until it succeeds or is parked. Other pods go on meanwhile."""
+        assert self._work_for.control is not None
+        error: Exception | None = failure
+        tries, successes = 1, self._successes
+        while error is not None:
+            if self._may_park(tries, successes):
+                if await self._put_aside(pod.seq, [], tries, error):
+                    self._ledger.forget(pod.seq)
+                    self._stirred.set()
+                return
+            await trio.sleep(self._pause(tries - 1))
+            tries += 1
+            error = await self._attempt(self._work_for.control, pod)
+        self._end_hold(pod, before)
+
+    async def _ack(self) -> None:
+        if finished := self._ledger.take_finished():
+            acked = await self._client.ack(self._tube, self.part, self._lease.term, finished)
+            self._counts.acked_pods += acked
+
+    # --- garbage ---
+
+    async def _collect(self, pod: Pod, before: int) -> None:
+        """Collect the garbage of a shard; called when all earlier pods are done."""
+        assert self._work_for.stale_ids is not None
+        say = self._log.bind(shard=pod.shard, seq=pod.seq)
+        try:
+            garbage = await collect(
+                self._work_for.stale_ids,
+                self._ledger,
+                pod,
+                before,
+                step=self._settings.garbage_ids,
+                settle=self._settings.garbage_settle,
+                process=self._wait_processed,
+            )
+        except DownstreamError as error:
+            say.error("garbage_kept", error=str(error))
+            if await self._put_aside(pod.seq, [], FRUITLESS_STEPS, error):
+                self._ledger.forget(pod.seq)
+        else:
+            say.info("garbage_collected", ids=garbage)
+            self._counts.garbage += garbage
+            self._ledger.let_go(pod.seq)
+        self._stirred.set()
+
+    async def _wait_processed(self) -> None:
+        self._stirred.set()  # there is something to process
+        await self._processed.wait()
+
+    # --- ids ---
+
+    async def _process(self, touches: list[Touch], calls: trio.CapacityLimiter) -> None:
+        """Process ids until each is done or parked; a batch that fails is halved."""
+        todo: list[tuple[list[Touch], int, int]] = [(touches, 0, self._successes)]  # ids, tries, successes before
+        while todo:
+            batch, tries, before = todo.pop(0)
+            whole = Batch(self._tube, tuple(batch), self.part, self._lease.term)
+            error = await self._attempt(self._work_for.handle, whole)
+            if error is None:
+                self._successes += 1
+                self._work_for.unproven.discard(self.part.partition)
+                self._counts.processed += len(batch)
+                self._finish(batch)
+            elif len(batch) == 1 and self._may_park(tries + 1, before):
+                await self._park(batch[0], tries + 1, error)
+            else:
+                await trio.sleep(self._pause(tries))
+                if len(batch) > 1:
+                    middle = len(batch) // 2
+                    todo[:0] = [(batch[:middle], tries, before), (batch[middle:], tries, before)]
+                else:
+                    todo.append((batch, tries + 1, before))
+        calls.release_on_behalf_of(touches[0])
+        self._stirred.set()
+
+    async def _attempt(self, function: Callable[[T], Awaitable[None]], what: T) -> Exception | None:
+        """Call a function of the user; returns the error if it failed. A call that hangs has failed."""
+        limit = self._settings.call_timeout
+        error: Exception
+        try:
+            with trio.move_on_after(limit) as scope:
+                await function(what)
+            if not scope.cancelled_caught:
+                return None
+            error = TimeoutError(f"the call was cancelled because it took longer than {limit:g} s (call_timeout)")
+        except Exception as failure:  # noqa: BLE001 - of the user; the ids are tried again
+            error = failure
+        self._counts.failed_calls += 1
+        self._log.warning("batch_failed", ids=len(what.touches) if isinstance(what, Batch) else 0, error=repr(error))
+        return error
+
+    def _may_park(self, tries: int, before: int) -> bool:
+        """Whether something that has failed that often is parked. `before`: the successes when it was tried first."""
+        if not 0 < self._settings.tries <= tries:
+            return False
+        return self._successes > before or (self._ledger.rows <= 1 and self._unproven_once())
+
+    def _unproven_once(self) -> bool:
+        """True once, until a call succeeds: something may be parked although nothing else succeeds."""
+        if self.part.partition in self._work_for.unproven:
+            return False
+        self._work_for.unproven.add(self.part.partition)
+        return True
+
+    def _pause(self, tries: int) -> float:
+        return Backoff(self._settings.backoff_first, self._settings.backoff_cap).whole(tries)
+
+    def _finish(self, touches: list[Touch]) -> None:
+        self._ledger.done(touches)
+        self._processed.set()
+        self._processed = trio.Event()
+        self._stirred.set()
+
+    async def _put_aside(self, seq: int, ids: list[int], tries: int, error: Exception) -> bool:
+        """Park ids of a pod, or all of it; False if the daemon refused, which ends the lease."""
+        text = " ".join(repr(error).split())[:ERROR_LENGTH]
+        try:
+            await self._client.park(self._tube, self.part, self._lease.term, seq, ids, tries=tries, error=text)
+        except ReplicadError as refused:  # the lease is over; `run` raises it
+            self._lease.lose(refused)
+            return False
+        self._counts.parked += 1
+        self._log.warning("parked", seq=seq, ids=ids or "all", tries=tries, error=repr(error))
+        return True
+
+    async def _park(self, touch: Touch, tries: int, error: Exception) -> None:
+        for seq in touch.seqs:
+            if not await self._put_aside(seq, [touch.id], tries, error):
+                return
+        self._finish([touch])
+
+
+def _last(before: Cursor, after: Cursor) -> int:
+    """The seq of the one pod between two cursors."""
+    return after.regular if after.regular != before.regular else after.backfill
+
 
 ASK_AGAIN = 5.0  # seconds before a worker whose partitions do not exist asks whether they do
 CONNECTIONS = 4  # for the pods of all partitions; one more is for claims, and one for renewals
 RELEASE_TIMEOUT = 3.0  # seconds to release all leases at the end
 REPORT_INTERVAL = 10.0  # seconds between two reports of the counts, for `replicad top`
 ROUND = 60.0  # seconds: a number of partitions that changes more often is followed with growing pauses
-
-log = get_logger(__name__)
 
 
 class Worker:
@@ -111,16 +482,16 @@ class Worker:
         work = self._work
         failures: list[Exception] = []
         changed = trio.Event()
-        keeper = Keeper(work.open_client, work.tube, work.settings.lease_ttl)
+        keeper = LeaseKeeper(work.open_client, work.tube, work.settings.lease_ttl)
         async with AsyncExitStack() as stack:
             count = min(CONNECTIONS, len(parts))
             clients = [await stack.enter_async_context(work.open_client()) for _ in range(count)]
-            desk = Desk(await stack.enter_async_context(work.open_client()))
+            claims = ClaimConnection(await stack.enter_async_context(work.open_client()))
             async with open_plain_nursery() as nursery:
                 nursery.start_soon(self._report)
                 nursery.start_soon(keeper.run)
                 for part in parts:
-                    made = partial(Partition, work, clients[part.partition % count], desk, keeper, part)
+                    made = partial(Partition, work, clients[part.partition % count], claims, keeper, part)
                     nursery.start_soon(self._note_failure, made, changed, failures)
                 await changed.wait()
         if failures:
@@ -215,7 +586,7 @@ class Worker:
 
 
 def _first(failure: Exception) -> ReplicadError:
-    """The failure, or of several at once one that trying again does not cure. Raises what is no refusal."""
+    """The failure, or of several failures one that trying again does not cure. Raises an error that is no refusal."""
     found = leaves(failure)
     for error in found:
         if not isinstance(error, ReplicadError):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import trio
 
+from replicad.client.link import DaemonTarget
 from replicad.client.refusals import concerns_one_request, may_pass, refusal
 from replicad.client.requests import Introduction
-from replicad.client.sockets import Target
 from replicad.client.steps import Receive
 from replicad.client.trio_link import TrioLink, open_link
 from replicad.errors import ReplicadError
@@ -61,7 +61,7 @@ async def open_presence(
 
     Raises NotAuthorised and WrongServer, which another try would not mend.
     """
-    target = Target(host, port, Introduction(instance, None, token), tls, timing=timing or Timing())
+    target = DaemonTarget(host, port, Introduction(instance, None, token), tls, timing=timing or Timing())
     reporter = PresenceReporter(target, instance)
     async with open_plain_nursery() as nursery:
         nursery.start_soon(reporter.run)
@@ -72,7 +72,7 @@ async def open_presence(
 class PresenceReporter:
     """The users whose devices sync at one worker. Made by `open_presence`. Its methods never wait."""
 
-    def __init__(self, target: Target, instance: str) -> None:
+    def __init__(self, target: DaemonTarget, instance: str) -> None:
         self._target = target
         self._instance = instance
         self._syncing: dict[Device, int] = {}  # when the user was last seen syncing, ms since 1970

@@ -10,7 +10,7 @@ from math import inf
 import structlog
 import trio
 
-from replicad.client.sockets import Target
+from replicad.client.link import DaemonTarget
 from replicad.client.trio_link import connect
 from replicad.config.settings import Address, parse_server
 from replicad.errors import ConnectionLost, RedisUnavailable, UsageError
@@ -24,7 +24,9 @@ PATIENCE = 2.0  # seconds for Redis to say where a daemon is, if we know of one
 log = structlog.get_logger()
 
 
-def open_target(url: str, target: Target, nursery: trio.Nursery, daemon: str | Sequence[str] | None) -> Target:
+def open_target(
+    url: str, target: DaemonTarget, nursery: trio.Nursery, daemon: str | Sequence[str] | None
+) -> DaemonTarget:
     """The target of a client over Redis. `daemon`: HOST:PORT of a daemon, or of several, of which the one that is
     announced in Redis is taken; without it, whatever is announced there, to which no secret is sent.
 
@@ -39,7 +41,7 @@ class RedisTransport:
     """Makes the connections of one client."""
 
     def __init__(
-        self, url: str, target: Target, nursery: trio.Nursery, daemon: str | Sequence[str] | None, silence: float
+        self, url: str, target: DaemonTarget, nursery: trio.Nursery, daemon: str | Sequence[str] | None, silence: float
     ) -> None:
         if target.us.server_name is None:
             raise UsageError("a client over Redis needs server_name, which is the name of the channel")

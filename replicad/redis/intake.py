@@ -24,11 +24,10 @@ from replicad.client.events import (
     RowBatch,
     StreamStopped,
 )
+from replicad.client.link import DaemonTarget
 from replicad.client.refusals import named_stream
 from replicad.client.requests import Introduction
-from replicad.client.sockets import Target
-from replicad.client.trio_client import TrioClient
-from replicad.client.trio_follow import TrioFollower
+from replicad.client.trio_client import TrioClient, TrioFollower
 from replicad.daemon.inside import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import BadToken, ConnectionLost, ReplicadError, RowUnreadable, TokenAhead, TokenExpired
@@ -122,11 +121,11 @@ class Intake:
                     self._taken = trio.Event()
                     await self._taken.wait()
 
-    def _target(self) -> Target:
+    def _target(self) -> DaemonTarget:
         async def dial() -> trio.abc.Stream:
             return await self._inside.connect(NAME)
 
-        return Target("this daemon", 0, Introduction(NAME, None, None), dial=dial)
+        return DaemonTarget("this daemon", 0, Introduction(NAME, None, None), dial=dial)
 
     def _begin_anew(self, error: ReplicadError) -> None:
         """A token is refused: rows were trimmed, or the database is another one."""

@@ -1,6 +1,6 @@
 """One connection of a follower that goes by TCP to a daemon first, and by Redis from then on.
 
-To the follower it is a connection as any other (`sockets.Target.dial`): what it does about lost connections, gaps,
+To the follower it is a connection as any other (`DaemonTarget.dial`): what it does about lost connections, gaps,
 tokens and forks is the same. Between the two is a pair of sockets, so a follower that reads slowly holds up what is
 read of Redis and of the daemon; nothing is queued but what `Junction` keeps before it joins.
 """

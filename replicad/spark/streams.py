@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from replicad.client.blocking_follow import BlockingFollower
+from replicad.client.blocking_client import BlockingFollower
 from replicad.client.events import PositionMoved, Reset, RowBatch
 from replicad.errors import BadToken, ConnectionLost, DataLoss, TokenAhead, TokenExpired
 from replicad.protocol.tokens import Vector

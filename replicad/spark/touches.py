@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replicad.client.pods import garbage_before
+from replicad.client.requests import garbage_before
 
 TOUCH_SCHEMA = pa.schema([("shard", pa.int32()), ("id", pa.int64()), ("seq", pa.int64())])
 

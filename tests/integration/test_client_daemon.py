@@ -14,7 +14,7 @@ import trio
 
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import RowBatch, StreamsChanged
-from replicad.client.pods import parse_pods
+from replicad.client.requests import parse_pods
 from replicad.errors import BadToken, CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged, UnknownTube
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import START, Cursor
@@ -134,7 +134,7 @@ async def test_a_long_poll_is_answered_when_a_pod_arrives_and_taken_over_when_a_
 async def test_every_stream_is_followed_and_those_that_are_added_and_removed(
     events: Database, make_client: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.client.pursuit.LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr("replicad.client.follow_loop.LOOK_INTERVAL", 0.0)
 
     async def add(name: str) -> None:
         await events.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, body jsonb)")

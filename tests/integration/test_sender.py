@@ -581,7 +581,7 @@ async def test_a_sender_that_is_cancelled_while_its_session_fails_raises_nothing
 async def test_after_a_loss_of_rows_a_person_decides_where_to_go_on(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.client.pursuit.FIRST_REFUSALS", 1)
+    monkeypatch.setattr("replicad.client.follow_loop.FIRST_REFUSALS", 1)
     async with start_sender():
         await write(facts, "facts", fact(1, "a"), fact(2, "a"))
         await receiver.expect(lambda: numbers(receiver, "a") == [1, 2])

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 )
 
 from replicad.client.blocking_client import BlockingClient
-from replicad.client.pods import Pod
+from replicad.client.requests import Pod
 from replicad.config.settings import Address, ServerSettings
 from replicad.errors import CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged
 from replicad.postgres.bridge import Connection, Database, open_database

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.pods import Pod
+from replicad.client.requests import Pod
 from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database

@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from replicad.client.vocabulary import VOCABULARY
+from replicad.client.requests import VOCABULARY
 from replicad.errors import (
     BadToken,
     CursorAhead,

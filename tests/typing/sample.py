@@ -29,7 +29,7 @@ from replicad import (
     open_presence,
     open_writer,
 )
-from replicad.client import Answer, PodBatch
+from replicad.client import PodAnswer, PodBatch
 from replicad.streams import Writer
 from replicad.tubes import CursorAt, Lease
 
@@ -62,7 +62,7 @@ def blocking(client: BlockingClient) -> None:
     assert_type(lease, Lease)
     assert_type(client.plan("cities", HALF, lease.term, limit=10).cursor, Cursor)
     pods = client.pods("cities", HALF, lease.term, wait=1.0)
-    assert_type(pods, Answer[Pod])
+    assert_type(pods, PodAnswer[Pod])
     assert_type(pods.end, CursorAt | None)
     assert_type(next(client.pod_chunks("cities", HALF, lease.term)), bytes)
     assert_type(client.ack("cities", HALF, lease.term, [pod.seq for pod in pods]), int)

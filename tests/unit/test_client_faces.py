@@ -9,12 +9,12 @@ import pytest
 
 from replicad.client.blocking_client import BlockingClient, BlockingFollower
 from replicad.client.blocking_client import open_client as open_blocking_client
-from replicad.client.face import Requests, _Method
+from replicad.client.requests import ClientRequests, _Method
 from replicad.client.trio_client import TrioClient, TrioFollower, open_client
 
 BOTH = ((BlockingClient, TrioClient), (BlockingFollower, TrioFollower))
-OWN = {"follow", "close"}  # what each client defines by itself; all else is a request of `Requests`
-REQUESTS = {name for name, value in vars(Requests).items() if isinstance(value, _Method)}
+OWN = {"follow", "close"}  # what each client defines by itself; all else is a request of `ClientRequests`
+REQUESTS = {name for name, value in vars(ClientRequests).items() if isinstance(value, _Method)}
 
 
 def public(kind: type) -> set[str]:

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.client.pods import Pod, parse_pods
 from replicad.client.refusals import again, concerns_one_request, may_pass, named_stream, refusal
-from replicad.client.requests import Introduction, ask, ask_for_pods, greet
+from replicad.client.requests import Introduction, Pod, ask, ask_for_pods, greet, parse_pods
 from replicad.client.steps import Receive, Send
 from replicad.errors import (
     BadToken,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.blocking_follow import BlockingFollower
+from replicad.client.blocking_client import BlockingFollower
 from replicad.client.events import PositionMoved, RowBatch
+from replicad.client.link import Target
 from replicad.client.requests import Introduction
-from replicad.client.sockets import Target
 from replicad.client.steps import Receive
-from replicad.client.trio_follow import TrioFollower
+from replicad.client.trio_client import TrioFollower
 from replicad.errors import ConnectionLost
 from replicad.protocol.connection import Timing
 

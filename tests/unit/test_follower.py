@@ -498,7 +498,7 @@ def test_a_token_that_is_none_is_refused_at_once() -> None:
 
 
 def test_a_peer_that_invents_writers_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicad.client.progress.MAX_UNLISTED", 50)
+    monkeypatch.setattr("replicad.client.follower.MAX_UNLISTED", 50)
     monkeypatch.setattr("replicad.client.follower.MAX_LANES", 50)
     reader = opened()
     reader.read("".join(f"RDATA events x{number} 8 []\n" for number in range(1000)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from replicad.client.events import Connected, Disconnected, Gap, Reset, RowBatch, StreamsChanged, TakenUpto
-from replicad.client.pursuit import FIRST_REFUSALS, GAPS, LOOK_INTERVAL, REFUSALS, FollowOptions, Pursuit
+from replicad.client.follow_loop import FIRST_REFUSALS, GAPS, LOOK_INTERVAL, REFUSALS, FollowLoop, FollowOptions
 from replicad.client.steps import Connect, Receive, Send, Sleep
 from replicad.errors import (
     BadToken,
@@ -43,7 +43,7 @@ def accepted(stream: str = "events", **at: int) -> str:
 class Drive:
     """Performs the steps of a pursuit: `say` is what the server does next, connection attempts included."""
 
-    def __init__(self, pursuit: Pursuit) -> None:
+    def __init__(self, pursuit: FollowLoop) -> None:
         self.pursuit = pursuit
         self.asked: list[str] = []
         self.slept: list[float] = []
@@ -84,7 +84,7 @@ class Drive:
 
 def following(*streams: str, token: str | None = None, **options: Any) -> Drive:
     wanted = dict.fromkeys(streams or ("events",), token)
-    return Drive(Pursuit(wanted, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0), **options), now=lambda: 0.0))
+    return Drive(FollowLoop(wanted, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0), **options), now=lambda: 0.0))
 
 
 def test_streams_are_subscribed_to_one_after_the_other_and_rows_that_come_meanwhile_are_handed_over() -> None:
@@ -341,7 +341,7 @@ class Clock:
 
 
 def following_all(clock: Clock, begin: str = "NOW") -> Drive:
-    return Drive(Pursuit(None, FollowOptions(begin=begin, backoff=Backoff(1, 8, lambda: 1.0)), now=clock))
+    return Drive(FollowLoop(None, FollowOptions(begin=begin, backoff=Backoff(1, 8, lambda: 1.0)), now=clock))
 
 
 def test_who_names_no_stream_gets_every_stream_and_those_that_come_later() -> None:
@@ -393,12 +393,12 @@ def test_what_the_server_relays_to_everybody_is_handed_over() -> None:
 
 def test_a_token_that_is_none_is_refused_before_anything_is_connected() -> None:
     with pytest.raises(BadToken):
-        Pursuit({"events": "yesterday"}, now=lambda: 0.0)
+        FollowLoop({"events": "yesterday"}, now=lambda: 0.0)
 
 
 def test_it_asks_again_and_again_up_to_where_ids_were_given_out_one_question_at_a_time() -> None:
     now = [100.0]
-    drive = Drive(Pursuit({"events": "NOW"}, FollowOptions(taken=10.0), now=lambda: now[0]))
+    drive = Drive(FollowLoop({"events": "NOW"}, FollowOptions(taken=10.0), now=lambda: now[0]))
     drive.say(accepted(), "PING 1\n")
     assert drive.asked == ["REPLICATE events NOW", "TAKEN events"]
     now[0] = 101.5

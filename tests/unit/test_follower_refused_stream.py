@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replicad.client.events import Connected, Disconnected, Reset, RowBatch, StreamsChanged, StreamStopped, TakenUpto
-from replicad.client.pursuit import REFUSALS, FollowOptions, Pursuit
-from replicad.client.stops import MAX_PAUSE
+from replicad.client.follow_loop import MAX_PAUSE, REFUSALS, FollowLoop, FollowOptions
 from replicad.errors import BadToken, DatabaseRefused, ReplicadError, StreamRefused, TableReplaced, UnknownStream
 from replicad.retry import Backoff
 from tests.unit.test_follower_pursuit import EPOCH, LOST, Clock, Drive, accepted
@@ -19,7 +18,7 @@ def follow_both(clock: Clock, *, first: str = "other", **options: float) -> Driv
     """Two streams that were accepted; `first` is asked for first."""
     second = "events" if first == "other" else "other"
     wanted = {first: None, second: None}
-    drive = Drive(Pursuit(wanted, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0), **options), now=clock))  # type: ignore[arg-type]
+    drive = Drive(FollowLoop(wanted, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0), **options), now=clock))  # type: ignore[arg-type]
     drive.say(accepted(first), accepted(second), "PING 1\n")
     return drive
 
@@ -100,10 +99,10 @@ def test_patience_bounds_how_long_a_refused_stream_is_waited_for() -> None:
 
 
 def test_what_the_caller_names_and_never_was_there_is_still_raised_at_once() -> None:
-    drive = Drive(Pursuit({"events": None, "typo": None}, now=Clock()))
+    drive = Drive(FollowLoop({"events": None, "typo": None}, now=Clock()))
     with pytest.raises(UnknownStream):
         drive.say(accepted(), "ERROR unknown_stream: no\n")
-    drive = Drive(Pursuit({"events": None, "other": "7"}, now=Clock()))
+    drive = Drive(FollowLoop({"events": None, "other": "7"}, now=Clock()))
     with pytest.raises(BadToken):
         drive.say(accepted(), "ERROR bad_token: no\n")
 
@@ -121,7 +120,7 @@ def test_it_is_not_asked_up_to_where_ids_of_a_refused_stream_were_given_out() ->
 
 def test_who_follows_every_stream_is_not_cut_off_by_one_that_is_refused() -> None:
     clock = Clock()
-    drive = Drive(Pursuit(None, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0)), now=clock))
+    drive = Drive(FollowLoop(None, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0)), now=clock))
     events = drive.say("STREAMS events other\n", accepted(), REMOVED.replace("is no longer", "cannot be"), "PING 1\n")
     assert [event.stream for event in stops(events)] == ["other"]
     clock.time = 0.5

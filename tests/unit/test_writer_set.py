@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.client.follower import Follower
-from replicad.client.progress import StreamProgress
+from replicad.client.follower import Follower, StreamProgress
 from replicad.protocol.command import Command
 from replicad.protocol.tokens import MAX_TOKEN, Vector
 from replicad.protocol.words import Side

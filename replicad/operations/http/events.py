@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from replicad.client.progress import UNKNOWN, StreamProgress
+from replicad.client.follower import UNKNOWN, StreamProgress
 from replicad.client.refusals import is_notice, refusal
 from replicad.errors import TokenForked
 from replicad.operations.http.problems import Problem, problem_of_text

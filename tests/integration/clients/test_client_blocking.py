@@ -13,7 +13,7 @@ import pytest
 
 from replicad.client.blocking_client import BlockingClient, Endpoint
 from replicad.client.events import Connected
-from replicad.client.pods import parse_pods
+from replicad.client.requests import parse_pods
 from replicad.errors import ConnectionLost, LeaseLost, LocalProtocolError, UsageError
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing

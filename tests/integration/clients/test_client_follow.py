@@ -260,7 +260,7 @@ def test_what_else_is_asked_for_is_handed_over_too(fake: FakeDaemon, world: Worl
 def test_every_stream_is_followed_where_none_is_named(
     fake: FakeDaemon, world: World, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.client.pursuit.LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr("replicad.client.follow_loop.LOOK_INTERVAL", 0.0)
     write_facts(world, random.Random(3), 20)
     facts = sum(len(stream.facts) for stream in world.streams.values())
     with make_client(fake.port).follow(None, begin="EARLIEST", also=(StreamsChanged,)) as follower:

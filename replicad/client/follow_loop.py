@@ -1,28 +1,22 @@
 """Following streams over connections that may be lost: subscribe, pass lines to the follower, reconnect, resume.
 
-A generator of steps (see `steps`) that both clients drive; does no I/O. `follower` keeps what was received. This file
-decides what a refusal, a gap or a lost connection means for the subscriptions.
+`FollowLoop` makes the steps (see `steps`) that both clients perform; it does no I/O. `follower` keeps the received
+rows and positions. This file decides what a refusal, a gap or a lost connection means for the subscriptions.
+`FollowerBase` is the base of the followers of both clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from shlex import quote
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged, StreamStopped, TakenUpto
+from replicad.client.events import Connected, Disconnected, Reset, RowBatch, StreamsChanged, StreamStopped, TakenUpto
 from replicad.client.follower import BatchLimits, Follower
-from replicad.client.refusals import (
-    concerns_one_request,
-    is_notice,
-    may_pass,
-    named_stream,
-    refusal,
-    refuses_stream,
-)
-from replicad.client.steps import Connect, Receive, Send, Sleep, Steps
-from replicad.client.stops import Stops
+from replicad.client.link import DaemonTarget
+from replicad.client.refusals import concerns_one_request, is_notice, may_pass, named_stream, refusal, refuses_stream
+from replicad.client.steps import STEPS, Connect, Receive, Send, Sleep, Steps
 from replicad.errors import (
     BadToken,
     ConnectionLost,
@@ -41,6 +35,103 @@ from replicad.protocol.lines import LineTooLong
 from replicad.retry import Backoff
 from replicad.streams.commands import Replicate, Streams, Taken
 
+FIRST_PAUSE = 0.5  # seconds; about as often as the server tries the row again at first
+MAX_PAUSE = 10.0
+
+
+@dataclass(slots=True)
+class _Stop:
+    row_id: int | None  # None: the server refused the stream
+    backoff: Backoff
+    pause: float = 0.0
+    waited: float = 0.0  # seconds in all for this row or refusal, including the present pause
+    again_at: float = 0.0  # when to subscribe again on this connection
+    stands: bool = True  # it has stopped on this connection
+
+
+class Stops:
+    """The streams of one follower that have stopped: before an unreadable row, or because the server refuses them.
+
+    Decides when to subscribe to each of them again. The pause grows while a stream stops before the same row or is
+    refused again. It begins with the shortest when the stream has advanced or was accepted. Times are seconds of the
+    caller's monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._stops: dict[str, _Stop] = {}
+        self._noted: list[RowUnreadable] = []
+
+    def note(self, error: RowUnreadable) -> None:
+        """Keep the server's error; `take` returns it when the lines before it are handled."""
+        self._noted.append(error)
+
+    def take(self) -> list[RowUnreadable]:
+        """The errors since the last call."""
+        noted, self._noted = self._noted, []
+        return noted
+
+    def stopped(self, stream: str, error: ReplicadError, now: float) -> float:
+        """Begin a pause for the stream; returns its length."""
+        row_id = error.row_id if isinstance(error, RowUnreadable) else None
+        stop = self._stops.get(stream)
+        if stop is None or stop.row_id != row_id:
+            stop = self._stops[stream] = _Stop(row_id, Backoff(FIRST_PAUSE, MAX_PAUSE, jitter=0.0))
+        stop.pause = stop.backoff.next_delay()
+        stop.waited += stop.pause
+        stop.again_at = now + stop.pause
+        stop.stands = True
+        return stop.pause
+
+    def accepted(self, stream: str) -> None:
+        """The server has accepted the subscription. The pause is kept, since it may stop before the same row again."""
+        stop = self._stops.get(stream)
+        if stop is None:
+            return
+        if stop.row_id is None:
+            del self._stops[stream]
+        else:
+            stop.stands = False
+
+    def forget(self, stream: str) -> None:
+        """The stream is no longer followed."""
+        self._stops.pop(stream, None)
+
+    def new_connection(self) -> None:
+        """A new connection subscribes to every stream; the lengths of pauses are kept."""
+        self._noted.clear()
+        for stop in self._stops.values():
+            stop.stands = False
+
+    def is_stopped(self, stream: str) -> bool:
+        """Whether the stream has stopped on this connection and was not subscribed to again."""
+        return stream in self._stops and self._stops[stream].stands
+
+    def is_refused(self, stream: str) -> bool:
+        """Whether the stream has stopped on this connection because the server refused it."""
+        return self.is_stopped(stream) and self._stops[stream].row_id is None
+
+    def may_ask(self, stream: str, now: float) -> bool:
+        """Whether to subscribe now. After True the caller must subscribe."""
+        if not self.is_stopped(stream):
+            return True
+        if now < self._stops[stream].again_at:
+            return False
+        self._stops[stream].stands = False
+        return True
+
+    def due(self, now: float) -> bool:
+        """Whether a pause is over."""
+        return any(stop.stands and now >= stop.again_at for stop in self._stops.values())
+
+    def delay(self, stream: str) -> float:
+        """The length of the last pause, in seconds."""
+        return self._stops[stream].pause
+
+    def waited(self, stream: str) -> float:
+        """Seconds waited since the stream last advanced, including this pause."""
+        return self._stops[stream].waited
+
+
 FOREVER = float("inf")  # a quiet stream may send no row for any time
 REFUSALS = 8  # in a row of a token that was accepted before, some 20 s: a daemon may have just started or lag
 FIRST_REFUSALS = 4  # of a caller's token that is ahead, about a second: the daemon may be some polls behind another
@@ -52,16 +143,16 @@ GAPS = 3
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """How streams are followed. Times in seconds.
+    """The options of following streams. Times in seconds.
 
-    `linear`: rows in strictly ascending order over all writers. `begin`: where streams begin that were not named, NOW
-    or EARLIEST. `after_reset`: where a stream begins again when the server refuses its token, EARLIEST (all rows that
-    still exist, some of them again) or NOW. `patience`: how long to wait in all for a lost connection or a stopped
+    `linear`: rows in strictly ascending order over all writers. `begin`: where unnamed streams begin, NOW or EARLIEST.
+    `after_reset`: where a stream begins again when the server refuses its token, EARLIEST (all rows that still exist,
+    some of them again) or NOW. `patience`: how long to wait in all for a lost connection or a stopped
     stream before the error is raised (None: without limit); `first_patience`: the same for the first connection.
     `answer_timeout`: for the answer to a subscription. `taken`: send TAKEN for each stream on every connection and then
     at this interval; the answers are TakenUpto. (Sent only when something is received; a server sends PINGs.)
     `merged`: rows of one writer that came together may be one RowBatch, with the token of the last. It is cheaper, for
-    a reader to whom the tokens between say nothing.
+    a reader that does not use the tokens in between.
     """
 
     linear: bool = False
@@ -88,7 +179,7 @@ class FollowWishes(TypedDict, total=False):
     merged: bool
 
 
-class Pursuit:
+class FollowLoop:
     """Follows `streams`, a token (see `Follower.want`) for each; None: all present and future streams.
 
     `now` is a monotonic clock in seconds. `steps` is for one driver, once.
@@ -369,3 +460,66 @@ class Pursuit:
         if self._every or self._asking in self._accepted:
             return self._refusals <= REFUSALS
         return isinstance(error, TokenAhead) and self._refusals < FIRST_REFUSALS
+
+
+Tokens = Mapping[str, str | None]
+"""A token for each stream: NOW (or None), EARLIEST, or a token that a follower's `token` has returned."""
+
+
+class FollowerBase:
+    """The state of a follower. `also`: the types of events wanted besides RowBatch and Reset."""
+
+    def __init__(
+        self,
+        target: DaemonTarget,
+        streams: Tokens | None,
+        *,
+        linear: bool,
+        also: Collection[type],
+        wishes: FollowWishes,
+        now: Callable[[], float],
+    ) -> None:
+        options = FollowOptions(linear, answer_timeout=target.answer_timeout, **wishes)
+        self._target = target
+        self._loop = FollowLoop(streams, options, now=now)
+        self._steps = self._loop.steps()
+        self._wanted = frozenset({RowBatch, Reset, *also})
+        self._pending: Any = None  # a step that is not performed yet
+        self._failure: ReplicadError | None = None  # to be raised when the events before it were handed over
+
+    def _add_at_hand(self, events: list[Any]) -> None:
+        """Add the events that need no further step: at most the events of one read of the socket."""
+        while self._pending is None and self._failure is None:
+            try:
+                step = self._steps.send(None)
+            except ReplicadError as error:
+                self._failure = error
+                return
+            if type(step) in self._wanted:
+                events.append(step)
+            elif type(step) in STEPS:
+                self._pending = step
+
+    def token(self, stream: str) -> str | None:
+        """The token to follow the stream with later: delivered rows do not come again, and no others are missed."""
+        return self._loop.follower.token(stream)
+
+    def tokens(self) -> dict[str, str | None]:
+        """`token` of every stream."""
+        return {stream: self.token(stream) for stream in self._loop.follower.streams()}
+
+    def epoch(self, stream: str) -> str | None:
+        """The generation of the stream that is followed; None before the first answer to a token without one."""
+        return self._loop.follower.epoch(stream)
+
+    def writers(self, stream: str) -> Mapping[str, int]:
+        """The small numbers of the stream's writers that vector tokens are made of, by name."""
+        return self._loop.follower.writers(stream)
+
+    def is_accepted(self, stream: str) -> bool:
+        """Whether the subscription to the stream was accepted on the present or last connection."""
+        return self._loop.follower.answered(stream)
+
+    def positions(self, stream: str) -> Mapping[str, int]:
+        """The position up to which each known writer's rows were delivered (`*`: all, in a linear subscription)."""
+        return self._loop.follower.positions(stream)

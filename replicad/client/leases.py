@@ -1,22 +1,25 @@
-"""The lease of one partition as its holder sees it: asked for, trusted until a deadline, over (docs/leases.md).
+"""The leases of a worker, as their holder sees them: claimed, trusted until a deadline, renewed, over (docs/leases.md).
 
 The deadline counts from the moment at which the last granted request was *sent*. A CLAIM may wait longer than the lease
-lives; then its answer says only that the lease was given at some moment, and RENEW is sent before anything is trusted.
-keeping.py renews the leases of all partitions of a worker together.
+lives; then its answer shows only that the lease was given at some moment, and RENEW is sent before anything is trusted.
+One request on one connection renews all leases of a worker together.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 import trio
 
+from replicad.client.refusals import may_pass
 from replicad.client.trio_client import TrioClient, when_ready
 from replicad.errors import LeaseHeld, LeaseLost, ReplicadError
-from replicad.tubes.commands import Part
+from replicad.eventlog import get_logger
+from replicad.tubes.commands import MAX_KEPT, Part
 
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
 
@@ -26,16 +29,18 @@ RETRIES = 10  # of a failed renewal in a time to live
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A lease that this process had and may still hold in Postgres: its term, and when calls under it may still act."""
+    """A lease that this process may still hold in Postgres: its term, and until when calls under it may still act."""
 
     term: int
     until: float
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
-    """Where the partitions of a worker claim their leases: a connection, and the turns on it. A lease counts from the
-    moment at which CLAIM is sent, so a claim that waits for its turn must not have begun to count.
+class ClaimConnection:
+    """The connection on which the partitions of a worker claim their leases, one after another (`turn`).
+
+    A lease counts from the moment at which CLAIM is sent, so the time in which a claim waits for its turn must not
+    count.
     """
 
     client: TrioClient
@@ -57,7 +62,7 @@ class Holding:
         self.due = 0.0
         self.scope = trio.CancelScope()
 
-    async def claim(self, desk: Desk, wait: float, past: Past | None) -> None:
+    async def claim(self, claims: ClaimConnection, wait: float, past: Past | None) -> None:
         """Get the lease and a deadline that is not near. `past`: the lease before, which is given back first.
 
         While another worker has it, the daemon sends READY when it is free; it is asked again every `wait` seconds as
@@ -69,13 +74,13 @@ class Holding:
         """
         if past is not None:
             await trio.sleep_until(past.until)
-            await desk.client.release(self._tube, self._part, past.term)
+            await claims.client.release(self._tube, self._part, past.term)
         while True:
             ready = trio.Event()
-            when_ready(desk.client, self._tube, self._part, ready.set)
+            when_ready(claims.client, self._tube, self._part, ready.set)
             try:
-                async with desk.turn:
-                    await self._ask(desk.client, wait)
+                async with claims.turn:
+                    await self._ask(claims.client, wait)
             except LeaseHeld:
                 with trio.move_on_after(wait):
                     await ready.wait()
@@ -114,13 +119,13 @@ class Holding:
 
     @property
     def failure(self) -> ReplicadError:
-        """Why the lease is over."""
+        """The reason why the lease is over."""
         return self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
 
     def past(self, *, busy: bool) -> Past:
-        """What to give back before the next claim. `busy`: calls were cancelled.
+        """The lease to give back before the next claim. `busy`: calls were cancelled.
 
-        A cancelled call may still take effect, so nobody may have its ids before the deadline.
+        A cancelled call may still take effect, so no other worker may get its ids before the deadline.
         """
         return Past(self.term, self._deadline() if busy else 0.0)
 
@@ -136,3 +141,62 @@ def word_of(client: TrioClient) -> str:
 def new_key() -> str:
     """A key for the leases of one process."""
     return secrets.token_hex(16)
+
+
+log = get_logger(__name__)
+
+
+class LeaseKeeper:
+    """Renews the trusted leases of one worker. One request renews the lease that is due and all leases due soon."""
+
+    def __init__(self, open_client: OpenClient, tube: str, ttl: float) -> None:
+        self._open_client = open_client
+        self._tube = tube
+        self._ttl = ttl
+        self._held: dict[int, Holding] = {}  # by term
+        self._added = trio.Event()
+
+    @contextmanager
+    def keeping(self, holding: Holding) -> Iterator[None]:
+        """Renew this lease during the block. When it is lost, its scope is cancelled."""
+        self._held[holding.term] = holding
+        self._added.set()
+        try:
+            yield
+        finally:
+            self._held.pop(holding.term, None)
+
+    async def run(self) -> None:
+        """Renew until cancelled. The connection is this task's own: on others a request may take long."""
+        async with self._open_client() as client:
+            while True:
+                self._added = trio.Event()
+                due = min((holding.due for holding in self._held.values()), default=float("inf"))
+                if trio.current_time() >= due:
+                    await self._renew(client)
+                    continue
+                with trio.move_on_at(due):
+                    await self._added.wait()
+
+    async def _renew(self, client: TrioClient) -> None:
+        asked = trio.current_time()
+        soon = asked + self._ttl / RENEWALS / 2
+        near = sorted((holding.due, term) for term, holding in self._held.items() if holding.due <= soon)
+        group = {term: self._held[term] for _, term in islice(near, MAX_KEPT)}
+        try:
+            kept = set(await client.keep(self._tube, list(group)))
+        except ReplicadError as error:
+            log.info("renewal_failed", tube=self._tube, leases=len(group), code=error.code, error=str(error))
+            for holding in group.values():
+                if may_pass(error):
+                    holding.try_again()
+                else:
+                    holding.lose(error)
+                    self._held.pop(holding.term, None)
+            return
+        for term, holding in group.items():
+            if term in kept:
+                holding.renewed(asked)
+            else:
+                holding.lose(LeaseLost(f"term {term} of tube {self._tube} is not held any more"))
+                self._held.pop(term, None)

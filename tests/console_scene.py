@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from replicad.config.recent import RECENT
+from replicad.config.logs import RECENT
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
 from replicad.tubes.backfill import Pace as BackfillPace

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from replicad import features
-from replicad.terminal.desired.section import Key
+from replicad.terminal.desired.section import SectionKey
 from replicad.terminal.desired.toml import value_of
 
 PAGE = Path(__file__).parents[1] / "docs/operating.md"
@@ -35,7 +35,7 @@ def table() -> str:
     return "\n".join(["", "| table | key | value | default |", "|---|---|---|---|", *rows, "", ""])
 
 
-def every(keys: Sequence[Key], inside: str = "") -> Iterator[tuple[str, Key]]:
+def every(keys: Sequence[SectionKey], inside: str = "") -> Iterator[tuple[str, SectionKey]]:
     """The keys that have a value, those of inner tables too, with the place of the table."""
     for key in keys:
         if key.inner:
@@ -44,7 +44,7 @@ def every(keys: Sequence[Key], inside: str = "") -> Iterator[tuple[str, Key]]:
             yield inside, key
 
 
-def value(key: Key) -> str:
+def value(key: SectionKey) -> str:
     """What the key accepts, as its refusal says it."""
     try:
         key.read(ODD)
@@ -53,7 +53,7 @@ def value(key: Key) -> str:
     raise AssertionError(f"{key.name} accepts anything")
 
 
-def default(key: Key) -> str:
+def default(key: SectionKey) -> str:
     """The default, as the file would say it."""
     if key.required:
         return "must be given"

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from replicad.errors import ReplicadError, by_code
-from replicad.terminal.exits import EXITS, Exit, exit_of
+from replicad.terminal.failures import EXITS, Exit, exit_of
 
 PAGE = Path(__file__).parents[1] / "docs/operating.md"
 SECTION = re.compile(r"(<!-- exits -->\n).*?(<!-- end of exits -->)", re.DOTALL)

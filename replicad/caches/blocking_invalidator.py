@@ -30,7 +30,7 @@ _JOIN = 10.0  # seconds for the thread to end; closing its connection ends every
 class BlockingCacheInvalidator(Caches):
     """The caches of a program, kept up to date by a thread. Make it at the top of the module that declares the caches.
 
-    The arguments are those of `registry.Caches`.
+    `registry.Caches` has the same arguments.
     """
 
     @contextmanager

@@ -12,7 +12,7 @@ from replicad.errors import UsageError
 from replicad.postgres import schema as schemas
 from replicad.postgres.literals import quote_ident
 from replicad.postgres.statements import Queries, call_value, statement
-from replicad.terminal.desired.section import Key, Place, Section, Values, as_it_stands, texts
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands, texts
 
 PUBLIC: Final = "PUBLIC"  # every role
 
@@ -29,7 +29,7 @@ async def set_right(db: Queries, schema: str, roles: Sequence[str], *, may: bool
         await db.fetch(f"REVOKE EXECUTE ON FUNCTION {function} FROM {named}")
 
 
-async def present(place: Place) -> dict[str, Values]:
+async def present(place: TargetDatabase) -> dict[str, Values]:
     """The writers and roles, if the stream exists."""
     schema = place.settings.stream_schema
     if await schemas.read_installed(place.db, "cache", schema) is None:
@@ -41,7 +41,7 @@ async def present(place: Place) -> dict[str, Values]:
     return {"": {"writers": tuple(sorted(row["writers"])), "roles": tuple(sorted(row["roles"]))}}
 
 
-async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
+async def change(place: TargetDatabase, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
     """Install the SQL, make the stream, add writers, grant the right."""
     schema = place.settings.stream_schema
     await schemas.install(place.db, "stream", schema)
@@ -56,7 +56,7 @@ async def change(place: Place, name: str, before: Values | None, wanted: Values)
 SECTION = Section(
     name="caches",
     one="caches",
-    keys=(Key("writers", texts, ()), Key("roles", texts, ())),
+    keys=(SectionKey("writers", texts, ()), SectionKey("roles", texts, ())),
     present=present,
     normal=as_it_stands,
     change=change,

@@ -237,8 +237,8 @@ class Caches:
         `storage` keeps the values, in place of a store of the `max_entries` last used ones: for example a cache of
         cachetools. Nothing else may use that storage.
 
-        The function must read what is committed when it is called, in a transaction that it begins. If it has no value
-        it must raise, because everything that it returns is stored.
+        The function must read the data that are committed when it is called, in a transaction that it begins. If it has
+        no value it must raise, because everything that it returns is stored.
 
         Raises:
             UsageError: the name is in use. TypeError: the signature does not determine the keys, or the function makes

@@ -21,8 +21,8 @@ from replicad.retry import Backoff
 class CacheInvalidator(Caches):
     """The caches of a program, kept up to date by a task. Make it at the top of the module that declares the caches.
 
-    Cached functions, plain or async, may be called from any task and any thread. The arguments are those of
-    `registry.Caches`.
+    Cached functions, plain or async, may be called from any task and any thread. `registry.Caches` has the same
+    arguments.
     """
 
     _new_event = staticmethod(trio.Event)

@@ -2,7 +2,7 @@
 
 These functions call the SQL functions `invalidate_cache` and `invalidate_cache_many`. `invalidate` and
 `invalidate_many` take async connections (asyncpg's or replicad's own), `blocking_invalidate` and
-`blocking_invalidate_many` those of DB-API. Errors of the driver are raised unchanged.
+`blocking_invalidate_many` connections of DB-API. Errors of the driver are raised unchanged.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from replicad.cli.allocator import choose_allocator
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line on `arguments` (default: those of the process) and exit with its status."""
+    """Run the command line on `arguments` (default: the process's own) and exit with its status."""
     if arguments is None:
         choose_allocator(sys.argv[0], sys.argv[1:])
     try:

@@ -91,7 +91,7 @@ def test(client: str, verb: str, name: str | None, file: Path) -> int:
 def token(client: str, out: Path | None) -> None:
     """Make a secret for CLIENT and the line for its table in the access file, which has only the SHA-256 of it.
 
-    The secret is the word of AUTH and the content of the client's --token-file. Nobody can find it in the access file.
+    The secret is the word of AUTH and the content of the client's --token-file. The access file has only its hash.
     """
     parse_name(client)
     secret = secrets.token_urlsafe(_BYTES)

@@ -15,9 +15,10 @@ _OLDEST = (2, 33)  # of glibc: has the figures that `daemon/heap.py` needs
 
 
 def choose_allocator(program: str, arguments: Sequence[str]) -> None:
-    """Start Python again, in this process, if it is to serve and nobody has chosen an allocator (PYTHONMALLOC).
+    """Start Python again, in this process, if it is to serve and no allocator was chosen (PYTHONMALLOC).
 
-    It takes some 20 ms, as nothing else is imported yet. `program`: the script; one that was read from a pipe is gone.
+    It takes some 20 ms, as nothing else is imported yet. `program`: the script. A script that was read from a pipe
+    cannot be started again.
     """
     chosen = VARIABLE in os.environ or sys.flags.dev_mode
     again = bool(sys.executable) and (program == "-c" or os.path.isfile(program))

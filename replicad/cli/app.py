@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import click
 
 from replicad.features import command_modules
-from replicad.terminal.command import Session
+from replicad.terminal.command import CommandRun
 from replicad.terminal.failures import report
 
 COMMANDS = {
     "serve": "replicad.cli.serve",
     **command_modules(),
-    "apply": "replicad.cli.apply",
-    "plan": "replicad.cli.plan",
-    "export": "replicad.cli.export",
+    "apply": "replicad.cli.apply:apply",
+    "plan": "replicad.cli.apply:plan",
+    "export": "replicad.cli.apply:export",
     "contexts": "replicad.cli.contexts",
     "sql": "replicad.cli.sql",
     "access": "replicad.cli.access",
@@ -25,7 +25,7 @@ COMMANDS = {
     "demo": "replicad.cli.demo",
     "version": "replicad.cli.version",
 }
-"""Every sub-command, in the order of the help text, and the module that has it as `command`."""
+"""Every sub-command, in the order of the help text, and the module that has it as `command`, or `module:name`."""
 
 EPILOG = """\b
 Start here:
@@ -46,7 +46,8 @@ class LazyGroup(click.Group):
         """The sub-command of that name, or None."""
         if cmd_name not in COMMANDS:
             return None
-        found = importlib.import_module(COMMANDS[cmd_name]).command
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        found = getattr(importlib.import_module(module), name or "command")
         assert isinstance(found, click.Command)
         return found
 
@@ -70,7 +71,7 @@ class LazyGroup(click.Group):
 @click.option("--context", metavar="NAME", help="Work on the database and the daemon of this context.")
 @click.version_option(package_name="replicad", message="%(prog)s %(version)s")
 @click.pass_obj
-def root(session: Session, debug: bool, context: str | None) -> None:
+def root(session: CommandRun, debug: bool, context: str | None) -> None:
     """Report changes in Postgres to the processes that need them: streams and tubes over a TCP line protocol."""
     session.debug = session.debug or debug
     session.context = context
@@ -78,7 +79,7 @@ def root(session: Session, debug: bool, context: str | None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit status. A failure becomes a line on stderr."""
-    session = Session()
+    session = CommandRun()
     try:
         result = root.main(list(arguments), prog_name="replicad", standalone_mode=False, obj=session)
     except SystemExit as error:

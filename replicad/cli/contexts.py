@@ -27,7 +27,7 @@ def command(as_json: bool) -> None:
     """List the contexts of ~/.config/replicad/contexts.toml, or of the file that REPLICAD_CONTEXTS names.
 
     A context is a name for a database and a daemon. Commands that work on one take --context NAME. REPLICAD_CONTEXT is
-    the context of those that are not given one. A context that a command line names goes before the environment.
+    the context of commands without --context. A context that a command line names goes before the environment.
 
     \b
       [production]

@@ -32,7 +32,7 @@ def command() -> None:
     """Print the SQL that replicad installs in a database, or the SQL that removes it, as scripts for psql.
 
     The daemon installs what it needs by itself. Use this to read the SQL first, or if the daemon may not create
-    objects. PART is one of those in the usage; without it all parts are printed. Each part is one transaction. Both
+    objects. PART is one of the parts in the usage; without it all parts are printed. Each part is one transaction. Both
     scripts may be run several times.
     """
 
@@ -103,8 +103,8 @@ def roles(
     --table-owner, --writer and --operator may be given several times. Nothing is granted to PUBLIC, and nothing is
     revoked. New roles have no password. docs/access.md says what each right is for.
 
-    Run the script before the first start of the daemon, and again after it and after each upgrade: it grants what was
-    not there before.
+    Run the script before the first start of the daemon, and again after it and after each upgrade: it grants rights on
+    objects that did not exist before.
     """
     from replicad.postgres.roles import Roles, script
 

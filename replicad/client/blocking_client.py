@@ -133,7 +133,7 @@ class BlockingFollower(FollowerBase, Iterator[T]):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A daemon's address and what is needed to connect: plain values that can be pickled. Times in seconds.
+    """A daemon's address and the other arguments of a connection: plain values that can be pickled. Times in seconds.
 
     `tls_ca`: the file of the authority that signed the server's certificate, or `system`; None means no TLS.
     """
@@ -222,8 +222,9 @@ class BlockingClient(ClientRequests):
     ) -> BlockingFollower[Any]:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
-        `streams` None: every stream from `begin`, and those that are added later, from where they stand then. Events
-        are RowBatch, Reset, and the events of the types in `also` (see `events.Also`). FollowOptions has the wishes.
+        `streams` None: every stream from `begin`, and streams that are added later, from their position at that time.
+        Events are RowBatch, Reset, and the events of the types in `also` (see `events.Also`). FollowOptions has the
+        wishes.
 
         Raises:
             BadToken: a token cannot be parsed.

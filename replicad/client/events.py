@@ -66,12 +66,12 @@ class GenerationBegan(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Rows of a writer between `have` and `told` were not received; the reader must subscribe again from `have`."""
+    """Rows of a writer between `have` and `reported` were not received; the reader must subscribe again from `have`."""
 
     stream: str
     instance: str
     have: int
-    told: int
+    reported: int
 
 
 class TakenUpto(NamedTuple):
@@ -113,10 +113,10 @@ class StreamStopped(NamedTuple):
 
 
 class StreamsChanged(NamedTuple):
-    """For followers of all streams: streams were added, and are followed from now on, or removed (`gone`)."""
+    """For followers of all streams: streams were added, and are followed from now on, or removed."""
 
     added: tuple[str, ...]
-    gone: tuple[str, ...]
+    removed: tuple[str, ...]
 
 
 Also = (

@@ -288,15 +288,15 @@ class FollowLoop:
         self._next_look = self._now() + LOOK_INTERVAL
         known = self.follower.streams()
         added = tuple(name for name in self._names if name not in known)
-        gone = tuple(name for name in known if name not in self._names)
-        for name in gone:
+        removed = tuple(name for name in known if name not in self._names)
+        for name in removed:
             self.follower.drop(name)
             self._stops.forget(name)
         for name in added:
             begin = "NOW" if self._looked else self._options.begin
             self.follower.want(name, begin, linear=self._options.linear)
         first, self._looked = not self._looked, True
-        return StreamsChanged(added, gone) if (added or gone) and not first else None
+        return StreamsChanged(added, removed) if (added or removed) and not first else None
 
     def _subscribe(self, stream: str) -> Steps[None]:
         """Subscribe until the server accepts the token or its reset, or this stream stops and others go on."""
@@ -361,7 +361,7 @@ class FollowLoop:
         times = times + 1 if before == epoch else 1
         self._gaps[gap.stream] = (epoch, times)
         missing = (
-            f"rows of {gap.stream} {gap.instance} after {gap.have} are missing, the server goes on from {gap.told}"
+            f"rows of {gap.stream} {gap.instance} after {gap.have} are missing, the server goes on from {gap.reported}"
         )
         if times >= GAPS:
             raise RemoteProtocolError(f"{missing}; so it was {times} times in a row")

@@ -174,13 +174,13 @@ class StreamProgress:
         if self.linear:
             return Vector(known[LINEAR], epoch=self._epoch) if known else self._base
         numbers = self._writers.numbers
-        told = {number: known[instance] for instance, number in numbers.items() if instance in known}
-        if told and len(told) == len(numbers):
-            return Vector(min(told.values()), told, self._epoch)
+        reported = {number: known[instance] for instance, number in numbers.items() if instance in known}
+        if reported and len(reported) == len(numbers):
+            return Vector(min(reported.values()), reported, self._epoch)
         if not isinstance(self._base, Vector):
             return self._base
         # Writers whose POSITION was not received keep their earlier position.
-        stand = {number: told.get(number, self._base.at(number)) for number in numbers.values()}
+        stand = {number: reported.get(number, self._base.at(number)) for number in numbers.values()}
         return Vector(min([self._base.minimum, *stand.values()]), {**self._base.ahead, **stand}, self._epoch)
 
     def _keep_minimum(self, at: Vector | str | None) -> None:
@@ -194,7 +194,7 @@ class StreamProgress:
         )
 
     def _rewind(self, to: Vector) -> Back:
-        """Lower all positions to those of `to`."""
+        """Lower all positions to the positions of `to`."""
         base = self._vector()
         if not isinstance(base, Vector):
             return []
@@ -281,8 +281,8 @@ class Follower:
 
     `merged`: rows of one writer that came together may be one RowBatch, with the token of the last.
 
-    `gap` is the gap that ended this connection's use, if any. `repeats` counts rows that came again and were not
-    handed over, `dropped` those of unwanted streams, or received before their POSITION.
+    `gap` is the gap that ended this connection's use, if any. `repeats` counts rows that came again and were not handed
+    over, `dropped` rows of unwanted streams, or rows received before their POSITION.
     """
 
     def __init__(self, limits: BatchLimits | None = None, *, merged: bool = False) -> None:

@@ -169,12 +169,12 @@ async def open_client(
     timing: Timing | None = None,
     daemon: str | Sequence[str] | None = None,
 ) -> AsyncIterator[TrioClient]:
-    """A client of one daemon, for the length of the block; the arguments are those of `BlockingClient`.
+    """A client of one daemon, for the length of the block; `BlockingClient` has the same arguments.
 
     `host` may be a URL instead, without a port: `redis://[[user]:password@]host[:port][/database]`, or `rediss://` with
     TLS. Then `server_name` is needed. Streams are followed over Redis, with the same events and tokens; all requests,
     and rows that were missed, go by TCP (`tls`, `token`) to `daemon`: HOST:PORT, or several of them; the client takes
-    the one that is announced in Redis. Without `daemon`, and so without `token`, the client takes any daemon that is
+    the daemon that is announced in Redis. Without `daemon`, and so without `token`, the client takes any daemon that is
     announced. See docs/transports.md.
 
     Nothing is connected before the first request; at the end of the block everything is closed.
@@ -227,8 +227,9 @@ class TrioClient(ClientRequests):
     ) -> TrioFollower[Any]:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
-        `streams` None: every stream from `begin`, and those that are added later, from where they stand then. Events
-        are RowBatch, Reset, and the events of the types in `also` (see `events.Also`). FollowOptions has the wishes.
+        `streams` None: every stream from `begin`, and streams that are added later, from their position at that time.
+        Events are RowBatch, Reset, and the events of the types in `also` (see `events.Also`). FollowOptions has the
+        wishes.
 
         Raises:
             BadToken: a token cannot be parsed.

@@ -421,8 +421,8 @@ class Worker:
     again, in halves. An id that fails alone `tries` times is parked: while others succeed, always; while nothing else
     succeeds, the downstream may be unavailable, so only one id of a partition is parked until a call succeeds.
 
-    `control` is called with control pods, yours and those of backfills, when they are read; pods read before may still
-    be in progress. A pod for which it fails is tried again and parked like an id; pods behind it go on meanwhile.
+    `control` is called with control pods, your own and the ones of backfills, when they are read; pods read before may
+    still be in progress. A pod for which it fails is tried again and parked like an id; pods behind it go on meanwhile.
 
     Its counts, failed calls among them, are reported to the daemon, and `replicad top` shows them.
 
@@ -447,7 +447,7 @@ class Worker:
 
     @property
     def statistics(self) -> WorkerStatistics:
-        """What was done since the start."""
+        """The counts since the start."""
         return self._work.statistics
 
     async def run(self) -> None:
@@ -500,7 +500,7 @@ class Worker:
     async def _note_failure(
         self, made: Callable[[], Partition], changed: trio.Event, failures: list[Exception]
     ) -> None:
-        """Work on a partition. The first failure ends the worker, and is the one that `run` raises."""
+        """Work on a partition. The first failure ends the worker, and `run` raises it."""
         try:
             await self._keep_working(made, changed)
         except Exception as error:  # noqa: BLE001 - raised by `run`

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from replicad.config.declaring import parse_toml, read_toml
-from replicad.config.permissions import refuse_writable_by_others
+from replicad.config.secrets import refuse_writable_by_others
 from replicad.errors import UsageError
 
 LIST = "list"  # the right to know that a name exists; every other right on the name gives it too
@@ -200,7 +200,7 @@ def read_access(path: Path, verbs: Verbs, where: str = "--access-file") -> Acces
     """Read and check an access file. `where` begins the message of an error.
 
     Raises:
-        UsageError: with the line or key, what is wrong, and what to do. Up to MOST_FAULTS faults are in the message.
+        UsageError: with the line or key, the mistake, and what to do. Up to MOST_FAULTS faults are in the message.
     """
     refuse_writable_by_others(path, where)
     return _checked(read_toml(path, f"{where}: "), verbs, f"{where}: {path}")

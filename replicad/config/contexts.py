@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replicad.config.declaring import Setting, read_toml, settings_of
-from replicad.config.permissions import refuse_readable_by_others
+from replicad.config.secrets import refuse_readable_by_others
 from replicad.config.settings import ClientSettings, DatabaseSettings, parse_address
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
@@ -37,7 +37,7 @@ KEYS: Mapping[str, Setting] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class CommandContext:
     """A context: its values as text, by the name of the setting. All of them are valid."""
 
     name: str
@@ -53,7 +53,7 @@ def contexts_file(environ: Mapping[str, str] | None = None) -> Path:
     return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "replicad/contexts.toml"
 
 
-def read_contexts(file: Path) -> dict[str, Context]:
+def read_contexts(file: Path) -> dict[str, CommandContext]:
     """The contexts of the file by name; none if there is no file.
 
     Raises:
@@ -67,7 +67,7 @@ def read_contexts(file: Path) -> dict[str, Context]:
     return found
 
 
-def _context(name: str, values: object, file: Path) -> Context:
+def _context(name: str, values: object, file: Path) -> CommandContext:
     if not isinstance(values, dict):
         raise UsageError(f"{file}: {name} stands outside of a context; write [NAME] before it")
     if not _NAME.fullmatch(name):
@@ -83,10 +83,10 @@ def _context(name: str, values: object, file: Path) -> Context:
             raise UsageError(f"{where} must be a text in quotes")
         KEYS[key].read(value, where)
         read[key] = value
-    return Context(name, read)
+    return CommandContext(name, read)
 
 
-def find_context(name: str, file: Path) -> Context:
+def find_context(name: str, file: Path) -> CommandContext:
     """The context of that name. Raises UsageError: there is none, or the file is wrong."""
     known = read_contexts(file)
     if name not in known:

@@ -91,7 +91,7 @@ def setting(
     secret: bool = False,
     in_repr: bool = True,
 ) -> T:
-    """Declare a field of a settings dataclass. The arguments are those of `Setting`.
+    """Declare a field of a settings dataclass. `Setting` has the same arguments.
 
     `secret` keeps the value out of the command line, messages and repr(); `in_repr=False` out of repr() only.
     """

@@ -1,7 +1,11 @@
-"""Reads the files of secrets: the token, and the certificate authorities to trust."""
+"""Reads the files of secrets: the token, and the certificate authorities to trust; checks permissions of files.
+
+Not every user of the machine may read a file of secrets, or change a file of rights.
+"""
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +14,32 @@ from replicad.errors import UsageError
 
 if TYPE_CHECKING:
     import ssl
+
+
+def refuse_readable_by_others(file: Path | str, source: str) -> None:
+    """Refuse a file with secrets that every user of the machine can read.
+
+    Raises:
+        UsageError: with the remedy; it begins with `source`.
+    """
+    if _mode(file) & (stat.S_IROTH | stat.S_IWOTH):
+        raise UsageError(f"{source}: every user of this machine can read {file}; run: chmod o-rwx {file}")
+
+
+def refuse_writable_by_others(file: Path | str, source: str) -> None:
+    """Refuse a file with settings of access that every user of the machine can change. Raises UsageError."""
+    if _mode(file) & stat.S_IWOTH:
+        raise UsageError(f"{source}: every user of this machine can change {file}; run: chmod o-w {file}")
+
+
+def _mode(file: Path | str) -> int:
+    """The permissions of a regular file; 0 for anything else. Reading a missing file fails with the reason."""
+    try:
+        mode = Path(file).stat().st_mode
+    except OSError:
+        return 0
+    return mode if stat.S_ISREG(mode) else 0
+
 
 SYSTEM = "system"  # instead of a file: the authorities that the operating system trusts
 
@@ -34,7 +64,8 @@ def read_token(file: Path | str, source: str = "--token-file") -> str:
 
 
 def trust(authority: Path | str | None, source: str) -> ssl.SSLContext:
-    """TLS for a client that trusts a certificate authority (a PEM file). `system` and None: those of the system.
+    """TLS for a client that trusts a certificate authority (a PEM file). `system` and None: the authorities of the
+    system.
 
     Raises:
         UsageError: the file cannot be read or has no certificate; `source` is the option that gave it.

@@ -17,14 +17,27 @@ from typing import TYPE_CHECKING, TypeVar
 from replicad.config.browser_tokens import BrowserKeys, read_browser_keys
 from replicad.config.declaring import choice, duration, flag, load, path, read_file, setting, text_of
 from replicad.config.limits import Limits
-from replicad.config.origins import parse_origins
-from replicad.config.permissions import refuse_readable_by_others
-from replicad.config.secrets import read_token, trust, word
+from replicad.config.secrets import read_token, refuse_readable_by_others, trust, word
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
 
 if TYPE_CHECKING:
     import ssl
+
+ANY_ORIGIN = "*"
+_ORIGIN = re.compile(r"https?://(?:[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+
+
+def parse_origins(text: str) -> str:
+    """Check `https://a.example.org,http://localhost:3000`, or `*`. Raises ValueError with what to give instead."""
+    for one in text.split(","):
+        if text != ANY_ORIGIN and not _ORIGIN.fullmatch(one):
+            raise ValueError(
+                "give origins as browsers send them, in lower case, with commas between: "
+                "https://shop.example.org,http://localhost:3000; or * alone"
+            )
+    return text
+
 
 T = TypeVar("T")
 
@@ -252,7 +265,7 @@ class ServerSettings:
 
     @property
     def exposure(self) -> str | None:
-        """What is missing where other machines can reach the daemon; None: nothing."""
+        """The protection that is missing although other machines can reach the daemon; None: nothing is missing."""
         if not self.exposed:
             return None
         known = self.token is not None or self.access_file is not None or self.tls_client_ca is not None
@@ -261,7 +274,8 @@ class ServerSettings:
         return " and without ".join(missing) or None
 
     def refuse_careless(self) -> None:
-        """Refuse what is rarely meant: a daemon that everybody can use, or a secret that is none.
+        """Refuse settings that are rarely meant: a daemon that every machine can use, or a secret that protects
+        nothing.
 
         Raises:
             UsageError: with the remedy.

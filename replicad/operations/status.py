@@ -10,10 +10,9 @@ from replicad.config.settings import DatabaseSettings, read_settings
 from replicad.operations.island import Island
 from replicad.operations.top import show
 from replicad.terminal.command import ReplicadCommand, database_options, json_option
-from replicad.terminal.database import database_url
-from replicad.terminal.exits import DONE, exit_of
+from replicad.terminal.database import database_url, run_async
+from replicad.terminal.failures import DONE, exit_of
 from replicad.terminal.output import as_json_line, echo
-from replicad.terminal.running import run_async
 
 
 @click.command("status", cls=ReplicadCommand, short_help="Show the database, daemons, streams and tubes once.")

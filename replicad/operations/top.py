@@ -19,10 +19,9 @@ from replicad.errors import ReplicadError
 from replicad.operations.island import Island, Picture
 from replicad.operations.screen import Line, render
 from replicad.terminal.command import ReplicadCommand, Seconds, json_option, option
-from replicad.terminal.database import database_url
-from replicad.terminal.exits import DONE, exit_of
+from replicad.terminal.database import database_url, run_async
+from replicad.terminal.failures import DONE, exit_of
 from replicad.terminal.output import as_json_line, echo
-from replicad.terminal.running import run_async
 from replicad.tubes.cli.islands import island_options
 
 WIDE = 1000  # columns of an output that is no terminal: nothing is cut

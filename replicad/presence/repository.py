@@ -58,7 +58,7 @@ class PresenceRepository:
     # --- installation and settings ---
 
     async def enable(self, **seconds: float | None) -> bool:
-        """Install what is missing and let daemons make the stream; False if presence was enabled already.
+        """Install the missing SQL and let daemons make the stream; False if presence was enabled already.
 
         The settings are `grace`, `lost_grace`, `ttl` and `ip_retention`; None leaves one as it is.
 

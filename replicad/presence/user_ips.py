@@ -92,7 +92,7 @@ class Sightings:
         return list(itertools.islice(self._waiting.values(), limit))
 
     def written(self, sightings: list[Sighting]) -> None:
-        """Remove these from the queue, unless a newer one of the same place has come."""
+        """Remove these from the queue, unless a newer sighting of the same place has come."""
         for sighting in sightings:
             if self._waiting.get(sighting.key) is sighting:
                 del self._waiting[sighting.key]

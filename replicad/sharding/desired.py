@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from replicad.sharding import admin
-from replicad.terminal.desired.section import Key, Place, Section, Values, as_it_stands, whole
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands, whole
 
 _MOST_SLOTS = 4096
 
 
-async def present(place: Place) -> dict[str, Values]:
+async def present(place: TargetDatabase) -> dict[str, Values]:
     """The streams whose keys are shared."""
     found = await admin.list_shared(place.db, schema=place.settings.stream_schema)
     return {one.stream: {"slots": one.slots} for one in found}
 
 
-async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
+async def change(place: TargetDatabase, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
     """Let the writers share the keys; install the SQL that this needs."""
     await admin.enable(place.db, name, wanted["slots"], schema=place.settings.stream_schema)
 
@@ -23,7 +23,7 @@ SECTION = Section(
     name="sharding",
     one="sharding of stream",
     keys=(
-        Key(
+        SectionKey(
             "slots",
             whole(1, _MOST_SLOTS),
             admin.SLOTS,

@@ -23,7 +23,7 @@ from replicad.streams.queries import SCHEMA, Impatient, is_locked
 from replicad.streams.registry import Method, Published, Stream, horizon_source, row_source
 from replicad.streams.rows import COUNT_LIMIT
 from replicad.streams.troubles import Reported
-from replicad.terminal.remedies import as_commands
+from replicad.terminal.failures import as_commands
 
 OK = "ok"
 NO_DAEMON = "no_daemon"  # rows wait, and no daemon is connected that could send them

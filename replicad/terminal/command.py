@@ -10,13 +10,15 @@ import difflib
 import functools
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from replicad.config.contexts import FILE_VARIABLE, KEYS, VARIABLE
+from replicad.config.contexts import FILE_VARIABLE, KEYS, VARIABLE, CommandContext, contexts_file, find_context
 from replicad.config.declaring import Setting, plain, seconds, settings_of, size
 from replicad.config.limits import Limits
 from replicad.config.settings import (
@@ -29,7 +31,6 @@ from replicad.config.settings import (
 )
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
-from replicad.terminal.contexts import apply_context
 from replicad.terminal.failures import say
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,7 +40,7 @@ ALIKE = 0.9  # how alike a variable and a setting are, 0 to 1, for one to be a m
 
 
 @dataclass
-class Session:
+class CommandRun:
     """The state of one run of the command line; click's `obj`."""
 
     debug: bool = False
@@ -79,7 +80,7 @@ class ReplicadCommand(click.Command):
         """Configure the logs, if the command has any, then run it."""
         _warn_of_secrets(ctx)
         _warn_of_variables(ctx)
-        session = ctx.find_object(Session)
+        session = ctx.find_object(CommandRun)
         context = session.context if session is not None else None
         if self.log_level is None:
             apply_context(ctx, context)
@@ -158,13 +159,13 @@ def _shown(default: object, unit: str) -> str:
 
 
 def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    session = ctx.find_object(Session)
+    session = ctx.find_object(CommandRun)
     if value and session is not None:
         session.debug = True
 
 
 def _set_context(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
-    session = ctx.find_object(Session)
+    session = ctx.find_object(CommandRun)
     if value is not None and session is not None:
         session.context = value
 
@@ -195,7 +196,7 @@ def _debug_option() -> click.Option:
 def settings_options(
     kind: type, section: str = "Options", *, several: str | None = None, without: tuple[str, ...] = ()
 ) -> Callable[[F], F]:
-    """Give a command an option for every setting of `kind`, without those of the dataclasses inside it.
+    """Give a command an option for every setting of `kind`, without the settings of dataclasses inside it.
 
     Settings named in `without` get none.
 
@@ -253,3 +254,54 @@ class Bytes(_Parsed):
 
     def __init__(self) -> None:
         super().__init__("bytes", size)
+
+
+NEEDED = ("database", "server")  # a command that has this option cannot do without, so its context must name it
+
+
+def apply_context(ctx: click.Context, named: str | None) -> None:
+    """Set the options of the command that were not given on the command line to the values of the context.
+
+    `named`: the value of --context. Without it REPLICAD_CONTEXT counts. On a terminal a line says what the command
+    works on, where the command line does not show it.
+
+    Raises:
+        UsageError: there is no such context, or a variable contradicts it.
+    """
+    keys = {
+        param.name: param
+        for param in ctx.command.params
+        if param.name in KEYS and ctx.get_parameter_source(param.name) is not ParameterSource.COMMANDLINE
+    }
+    chosen = named or os.environ.get(VARIABLE) or None
+    if chosen is None:
+        _report_variable(keys)
+        return
+    if not keys:
+        return
+    context = find_context(chosen, contexts_file())
+    for key, param in keys.items():
+        value = context.values.get(key or "")
+        _refuse_variable(context, KEYS[key or ""].variable, has=value is not None, explicit=named is not None)
+        if value is not None:
+            ctx.params[key or ""] = (value,) if getattr(param, "multiple", False) else value
+        elif key in NEEDED:
+            raise UsageError(
+                f"context {context.name} names no {key}, which this command works on; add `{key} = ...` to it in "
+                f"{contexts_file()}, or give --{key}"
+            )
+    about = next((key for key in NEEDED if key in keys), None)
+    if about is not None:
+        say(f"replicad: context {context.name}: {mask_secrets(context.values[about])}")
+
+
+def _refuse_variable(context: CommandContext, variable: str, *, has: bool, explicit: bool) -> None:
+    """A variable that counts beside a context would have the command work on two places at once."""
+    if os.environ.get(variable) and not (has and explicit):
+        raise UsageError(f"{variable} is set, and so is the context {context.name}; unset one of them")
+
+
+def _report_variable(keys: dict[Any, click.Parameter]) -> None:
+    value = os.environ.get(KEYS["database"].variable)
+    if "database" in keys and value and sys.stderr.isatty():
+        say(f"replicad: {KEYS['database'].variable}: {mask_secrets(value)}")

@@ -1,30 +1,82 @@
-"""Run one async function of a command on the chosen database."""
+"""Runs one async function of a command on the chosen database, to its end or to Ctrl-C."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from replicad.config.settings import DatabaseSettings, read_settings
 from replicad.terminal.failures import say
-from replicad.terminal.running import run_async
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    import trio
+
     from replicad.postgres.bridge import Database
     from replicad.postgres.schema import Installed, Part
 
 T = TypeVar("T")
+
+
+def run_async(work: Callable[[], Awaitable[T]]) -> T:
+    """Run `work` in trio and return its result. Ctrl-C cancels it, so that its clean-up runs; a second one kills.
+
+    By default Python raises KeyboardInterrupt wherever the program is at that moment. Inside a callback of the driver
+    it leaves a connection whose answer never comes while a task waits for it, or ends the interpreter.
+
+    Raises:
+        KeyboardInterrupt: it was cancelled, whatever the clean-up raised.
+    """
+    import trio
+
+    scope = trio.CancelScope()
+    token: trio.lowlevel.TrioToken | None = None
+    interrupted = False
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(number, signal.SIG_DFL)
+        if token is not None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(scope.cancel)
+
+    async def cancellable() -> T:
+        nonlocal token
+        token = trio.lowlevel.current_trio_token()
+        if interrupted:
+            scope.cancel()
+        with scope:
+            return await work()
+        raise KeyboardInterrupt
+
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the program has its own way
+    if handled:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        return trio.run(cancellable)
+    except Exception as error:
+        if interrupted:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if handled:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 _POOL = 2  # connections: one for the work, one for a second query meanwhile
 
 
 @contextmanager
 def database_url(settings: DatabaseSettings) -> Iterator[str]:
-    """The URL of the named database, or of the embedded one that a daemon runs, at least until the end of the block.
+    """The URL of the named database, or of the embedded database of a running daemon, valid at least until the end of
+    the block.
 
-    Starts nothing. Which one it is is said on stderr if no database was named.
+    Starts nothing. If no database was named, a line on stderr shows which one is used.
 
     Raises:
         EnvironmentRefused: no database is named, and none runs.
@@ -47,7 +99,7 @@ def on_database(
     install: bool = False,
     statement_timeout: float | None = 60,
 ) -> T:
-    """Run `work` on the database of the options (those of DatabaseSettings), and return its result.
+    """Run `work` on the database of the options (the settings of DatabaseSettings), and return its result.
 
     `part` is the SQL part that the work needs. With `install` (the commands `enable`) it is installed or upgraded
     first. `statement_timeout` is in seconds.

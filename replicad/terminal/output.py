@@ -1,14 +1,19 @@
-"""The output of commands: tables for people, JSON for programs.
+"""The output of commands: tables for people, JSON for programs, and one line of progress.
 
-Commands print with `echo` only. What a client or a row says may contain characters that a terminal obeys.
+Commands print with `echo` only. The texts of clients and rows may contain characters that a terminal obeys.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -84,3 +89,42 @@ def print_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, as_
         echo(table(columns, kept))
     else:
         echo(nothing)
+
+
+_SILENT = 1.0  # seconds without a line: most commands are over by then
+_EVERY = 0.1  # seconds between two lines
+
+Report = Callable[[str], None]
+
+
+def silently(text: str) -> None:
+    """A Report that shows nothing."""
+
+
+@contextlib.contextmanager
+def progress(now: Callable[[], float] = time.monotonic) -> Iterator[Report]:
+    """A function that shows what the command does at present. `now` is a monotonic clock in seconds."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        yield silently
+        return
+    due, width = now() + _SILENT, 0
+
+    def report(text: str) -> None:
+        nonlocal due, width
+        if now() < due:
+            return
+        line = f"replicad: {visible(text)}"[: shutil.get_terminal_size().columns - 1]
+        _write(f"\r{line:<{width}}")
+        due, width = now() + _EVERY, len(line)
+
+    try:
+        yield report
+    finally:
+        if width:
+            _write(f"\r{'':<{width}}\r")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a closed stderr is not a failure
+        sys.stderr.write(text)
+        sys.stderr.flush()

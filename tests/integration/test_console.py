@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.config.recent import RECENT
+from replicad.config.logs import RECENT
 from replicad.config.settings import Address, ServerSettings
 from replicad.operations.http.console import BODY, FILES, MOST_PARKED
 from replicad.postgres.bridge import Database

@@ -23,7 +23,7 @@ from replicad.config.settings import DatabaseSettings
 from replicad.postgres.bridge import open_database
 from replicad.postgres.programs import find_programs
 from replicad.terminal.desired.changes import Action, Difference, compare, make, present_objects
-from replicad.terminal.desired.section import Place
+from replicad.terminal.desired.section import TargetDatabase
 from replicad.terminal.desired.toml import read_tables, render
 from tests.conftest import psql
 from tests.lengths import LONG
@@ -344,7 +344,7 @@ def test_the_export_of_what_apply_made_is_the_file(database_url: str, found: dic
 
     async def walk() -> None:
         async with open_database(database_url, size=2, application_name="test") as db:
-            place = Place(db, DatabaseSettings())
+            place = TargetDatabase(db, DatabaseSettings())
             differences = await compare(place, SECTIONS, wanted)
             assert {one.action for one in differences} <= {Action.MAKE}, [one.lines for one in differences]
             made: list[Difference] = []

@@ -24,7 +24,7 @@ from replicad.postgres.horizon import LockSource
 from replicad.protocol.tokens import Vector
 from replicad.streams import registry, status
 from replicad.streams.registry import Method
-from replicad.terminal.remedies import as_commands
+from replicad.terminal.failures import as_commands
 from tests.commands import replicad_async
 
 EVENTS = "CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)"

@@ -14,7 +14,7 @@ from replicad.client.cli.tail import command as tail
 from replicad.client.cli.tail import options_again
 from replicad.config.settings import Address, parse_server
 from replicad.masking import mask_secrets
-from replicad.terminal.command import Session
+from replicad.terminal.command import CommandRun
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("srve", "serve"), ("stream", "streams"), ("docter", "doctor")])
@@ -99,7 +99,7 @@ def test_ping_takes_a_host(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_that_goes_on_names_the_same_daemon(given: str, again: str) -> None:
     import shlex
 
-    with tail.make_context("tail", shlex.split(given), obj=Session()) as ctx:
+    with tail.make_context("tail", shlex.split(given), obj=CommandRun()) as ctx:
         assert options_again(ctx) == again
 
 

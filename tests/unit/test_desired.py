@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad import features
-from replicad.terminal.desired.section import Key, Section
+from replicad.terminal.desired.section import Section, SectionKey
 from replicad.terminal.desired.toml import read_tables, render
 from tests.desired_page import PAGE
 from tests.desired_page import render as render_page
@@ -84,7 +84,7 @@ def objects_of(section: Section) -> st.SearchStrategy[dict[str, dict[str, object
     return st.dictionaries(names, values_of(section.keys), max_size=3)
 
 
-def values_of(keys: tuple[Key, ...]) -> st.SearchStrategy[dict[str, object]]:
+def values_of(keys: tuple[SectionKey, ...]) -> st.SearchStrategy[dict[str, object]]:
     return st.fixed_dictionaries({key.name: value_of(key) for key in keys if not key.once})
 
 
@@ -96,14 +96,14 @@ KINDS: list[tuple[object, st.SearchStrategy[object]]] = [
 ]
 
 
-def accepts(key: Key, probe: object) -> bool:
+def accepts(key: SectionKey, probe: object) -> bool:
     try:
         return bool(key.read(probe) == probe)
     except ValueError:
         return False
 
 
-def value_of(key: Key) -> st.SearchStrategy[object]:
+def value_of(key: SectionKey) -> st.SearchStrategy[object]:
     """Any value that the key accepts, in normal form."""
     if key.inner:
         return st.dictionaries(st.text(min_size=1, max_size=8), values_of(key.inner), max_size=3)
@@ -121,7 +121,7 @@ def test_what_is_written_is_read_as_the_same(objects: dict[str, dict[str, dict[s
         assert stripped(wanted.get(section.name, {}), section.keys) == objects[section.name]
 
 
-def stripped(found: dict[str, dict[str, object]], keys: tuple[Key, ...]) -> dict[str, dict[str, object]]:
+def stripped(found: dict[str, dict[str, object]], keys: tuple[SectionKey, ...]) -> dict[str, dict[str, object]]:
     """Without the keys that describe nothing."""
     return {
         name: {

@@ -11,7 +11,7 @@ import pytest
 
 from replicad import errors
 from replicad.terminal import failures
-from replicad.terminal.exits import EXITS, exit_of
+from replicad.terminal.failures import EXITS, exit_of
 from tests.exits_page import PAGE, render
 
 

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import replicad
-from replicad.config.logs import configure_logs
-from replicad.config.recent import RECENT
+from replicad.config.logs import RECENT, configure_logs
 from replicad.config.settings import LogSettings
 from replicad.eventlog import get_logger
 from replicad.masking import mask_secrets, mask_value

@@ -7,7 +7,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from replicad.terminal.progress import progress
+from replicad.terminal.output import progress
 
 
 class Terminal(io.StringIO):

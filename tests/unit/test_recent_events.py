@@ -7,8 +7,7 @@ import logging
 
 import pytest
 
-from replicad.config.logs import mask_event
-from replicad.config.recent import KEPT, LONGEST, MOST_FIELDS, RecentEvents
+from replicad.config.logs import KEPT, LONGEST, MOST_FIELDS, RecentEvents, mask_event
 from replicad.eventlog import EventLogger
 
 

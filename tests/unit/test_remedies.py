@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.terminal.remedies import as_commands
+from replicad.terminal.failures import as_commands
 
 NAMES = st.text(st.characters(min_codepoint=33, exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1)
 

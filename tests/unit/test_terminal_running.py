@@ -13,14 +13,14 @@ import pytest
 import trio
 import trio_asyncio
 
-from replicad.terminal.running import run_async
+from replicad.terminal.database import run_async
 from tests.source import IN_ONE_PROCESS, modules
 
 pytestmark = IN_ONE_PROCESS
 
 # Each runs a loop of its own, and tells of Ctrl-C what a command has to.
 WITH_THEIR_OWN_SIGNALS = {
-    "replicad.terminal.running",
+    "replicad.terminal.database",
     "replicad.daemon.daemon",
     "replicad.sender.cli",
     "replicad.cli.demo",
@@ -117,7 +117,7 @@ def test_a_program_that_handles_ctrl_c_itself_keeps_doing_so() -> None:
 def test_a_second_ctrl_c_ends_a_clean_up_that_does_not_end() -> None:
     script = (
         "import signal, trio\n"
-        "from replicad.terminal.running import run_async\n"
+        "from replicad.terminal.database import run_async\n"
         "async def work():\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    with trio.CancelScope(shield=True):\n"

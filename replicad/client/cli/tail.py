@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from replicad.config.settings import ClientSettings, read_settings
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, Session, option, settings_options
+from replicad.terminal.command import CommandRun, ReplicadCommand, option, settings_options
 from replicad.terminal.failures import one_line, say
 from replicad.terminal.output import echo
 
@@ -60,7 +60,7 @@ def command(
     """Print the rows of STREAMs as they come, one per line; without any STREAM, of all there are or will be.
 
     A line is stream, writer, token and the row as JSON. It survives restarts of the daemon and lost connections
-    without missing a row; Ctrl-C ends it, and tells how to go on from there.
+    without missing a row; Ctrl-C ends it, and prints the command that goes on from there.
 
     Where the history of a stream forked (a restored backup, a promoted standby), a line on stderr says which rows to
     discard. With --json there is also an object on stdout: discard the rows of `instance` (null: of all writers) above
@@ -83,7 +83,7 @@ def command(
 
 def options_again(ctx: click.Context) -> str:
     """The options of this command line that a command which goes on from another token needs too, as in a shell."""
-    session = ctx.find_object(Session)
+    session = ctx.find_object(CommandRun)
     context = session.context if session is not None else None
     words = ["--context", quote(context)] if context else []
     for param in ctx.command.params:
@@ -128,7 +128,7 @@ def _follow(
                         followed = ", ".join(sorted(events.tokens())) or "every stream; there is none yet"
                         say(f"replicad: following {followed} at {event.server_name}")
                     case StreamsChanged():
-                        for what, changed in (("now follows", event.added), ("no longer there:", event.gone)):
+                        for what, changed in (("now follows", event.added), ("no longer there:", event.removed)):
                             if changed:
                                 say(f"replicad: {what} {', '.join(changed)}")
                     case Disconnected() | StreamStopped():

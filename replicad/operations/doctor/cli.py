@@ -13,9 +13,8 @@ from replicad.config.settings import DatabaseSettings, colour_allowed, read_sett
 from replicad.errors import ReplicadError, UsageError
 from replicad.operations.asking import ask, http_options
 from replicad.terminal.command import ReplicadCommand, database_options, json_option, option
-from replicad.terminal.database import database_url
+from replicad.terminal.database import database_url, run_async
 from replicad.terminal.output import as_json_line, echo
-from replicad.terminal.running import run_async
 
 if TYPE_CHECKING:
     from replicad.operations.doctor.declared import Check, Finding

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 import trio
 
-from replicad.config.recent import RECENT, Recent, RecentEvents
+from replicad.config.logs import RECENT, Recent, RecentEvents
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError, UnknownTube
 from replicad.operations.http.entry import NAMES, NO_NAME, Caller, is_address, no_such

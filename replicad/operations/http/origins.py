@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from replicad.config.origins import ANY
+from replicad.config.settings import ANY_ORIGIN
 
 EXPOSED = "ETag, Link, Replicad-Next"
 KEPT = "600"  # seconds for which a browser keeps the answer to OPTIONS
@@ -16,7 +16,7 @@ class Origins:
     def __init__(self, allowed: str | None, *, cookies: bool = False) -> None:
         """`allowed`: as the setting `http_origins`. `cookies`: pages of named origins may have them sent."""
         self._allowed = frozenset(allowed.split(",") if allowed else ())
-        self._cookies = cookies and ANY not in self._allowed
+        self._cookies = cookies and ANY_ORIGIN not in self._allowed
 
     def is_own(self, headers: Mapping[str, str]) -> bool:
         """Whether the daemon's own page or a person has sent the request, or a page of an origin that is named.
@@ -33,10 +33,10 @@ class Origins:
         """The headers of an answer to a request with this Origin. `preflight`: the answer to OPTIONS."""
         if not self._allowed:
             return {}
-        found = {} if ANY in self._allowed else {"vary": "Origin"}
-        if origin is None or not (ANY in self._allowed or origin in self._allowed):
+        found = {} if ANY_ORIGIN in self._allowed else {"vary": "Origin"}
+        if origin is None or not (ANY_ORIGIN in self._allowed or origin in self._allowed):
             return found
-        found["access-control-allow-origin"] = ANY if ANY in self._allowed else origin
+        found["access-control-allow-origin"] = ANY_ORIGIN if ANY_ORIGIN in self._allowed else origin
         if self._cookies:
             found["access-control-allow-credentials"] = "true"
         if preflight:

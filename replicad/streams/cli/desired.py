@@ -7,13 +7,13 @@ from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import statement
 from replicad.streams import registry
 from replicad.streams.chunks import MAX_ROW
-from replicad.terminal.desired.section import Key, Place, Section, Values, amount, choice, text
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, amount, choice, text
 
 _FIXED = "only a new stream can have another one: replicad streams remove NAME, then apply; its readers begin again"
 _MIN_ROW = 1024  # bytes; a constraint of the registry
 
 
-async def present(place: Place) -> dict[str, Values]:
+async def present(place: TargetDatabase) -> dict[str, Values]:
     """The streams of users' tables. Those of presence and caches belong to these features."""
     schema = place.settings.stream_schema
     found: dict[str, Values] = {}
@@ -33,7 +33,7 @@ async def present(place: Place) -> dict[str, Values]:
     return found
 
 
-async def normal(place: Place, name: str, values: Values) -> Values:  # noqa: ARG001
+async def normal(place: TargetDatabase, name: str, values: Values) -> Values:  # noqa: ARG001
     """Relations by schema and name, in quotes where SQL needs them. The sequence that feeds the column is not named."""
     schema = place.settings.stream_schema
     named, feeding = dict(values), None
@@ -49,7 +49,7 @@ async def normal(place: Place, name: str, values: Values) -> Values:  # noqa: AR
     return named | {"sequence": None if named["sequence"] == feeding else named["sequence"]}
 
 
-async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:
+async def change(place: TargetDatabase, name: str, before: Values | None, wanted: Values) -> None:
     """Register the stream, or set the bound of its rows: nothing else of it can be changed."""
     if before is not None:
         schema = place.settings.stream_schema
@@ -66,14 +66,14 @@ SECTION = Section(
     name="streams",
     one="stream",
     keys=(
-        Key("table", text, required=True, fixed=_FIXED),
-        Key("id", text, required=True, fixed=_FIXED),
-        Key("instance_column", text, fixed=_FIXED),
-        Key("row", text, fixed=_FIXED),
-        Key("method", choice(*registry.Method), str(registry.Method.LOCK_WATCH), fixed=_FIXED),
-        Key("positions_table", text, fixed=_FIXED),
-        Key("sequence", text, fixed=_FIXED),
-        Key("max_row", amount(_MIN_ROW, MAX_ROW), MAX_ROW),
+        SectionKey("table", text, required=True, fixed=_FIXED),
+        SectionKey("id", text, required=True, fixed=_FIXED),
+        SectionKey("instance_column", text, fixed=_FIXED),
+        SectionKey("row", text, fixed=_FIXED),
+        SectionKey("method", choice(*registry.Method), str(registry.Method.LOCK_WATCH), fixed=_FIXED),
+        SectionKey("positions_table", text, fixed=_FIXED),
+        SectionKey("sequence", text, fixed=_FIXED),
+        SectionKey("max_row", amount(_MIN_ROW, MAX_ROW), MAX_ROW),
     ),
     present=present,
     normal=normal,

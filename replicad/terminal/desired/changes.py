@@ -1,19 +1,137 @@
-"""What differs between the file and the database, and making it equal."""
+"""The differences between the file and the database, and making them equal.
+
+Before something is made it is tried: by its own `change`, in a transaction that is rolled back. So plan makes the same
+checks as `apply`. Each try waits for locks for a short time only, since writers of a table may have to wait behind it.
+An object with many tables is tried table by table, so that no two are locked together.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from replicad.errors import DatabaseUnavailable, ReplicadError
-from replicad.terminal.desired.section import Key, Place, Section, Values, described
+from replicad import sqlstates
+from replicad.errors import DatabaseError, DatabaseUnavailable, ReplicadError, SchemaMissing
+from replicad.postgres.bridge import Connection, Database
+from replicad.postgres.connection import Isolation
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, described
 from replicad.terminal.desired.toml import Wanted, value_of
-from replicad.terminal.desired.trial import attempt
-from replicad.terminal.progress import Report, silently
-from replicad.terminal.remedies import as_commands
+from replicad.terminal.failures import as_commands
+from replicad.terminal.output import Report, silently
+
+if TYPE_CHECKING:
+    from replicad.postgres.failures import Target
+
+LOCK_TIMEOUT: Final = "400ms"  # below deadlock_timeout, so that no transaction of a user is ended
+MOST = 20  # sentences of each kind; a fault of hundreds of tables is shown for some
+_UNDECIDED: Final = (*sqlstates.TIMED_OUT, *sqlstates.NO_RIGHT, *sqlstates.READ_ONLY, "40P01")
+"""Says nothing of the object: a lock, or a role or server that may only read. Another role may apply the file."""
+
+
+@dataclass(slots=True)
+class Tried:
+    """Why an object cannot be made, and why some of it could not be tried. Both are empty if it can be made."""
+
+    refused: list[str] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+
+    def note(self, kind: list[str], error: ReplicadError) -> None:
+        """Add the error's sentence to one of the lists, once."""
+        if str(error) not in kind and len(kind) < MOST:
+            kind.append(str(error))
+
+
+class _Within(Connection):
+    """The connection of a trial. What would be a transaction is a part of the trial's own.
+
+    It is no savepoint, since the installer of SQL parts knows what it has created by the transaction's number. After a
+    failure the connection only reads, so nothing can be kept.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.__dict__ = connection.__dict__  # the same connection
+
+    async def begin(self, access: str = "") -> None:
+        """Open the transaction that is never committed."""
+        lock_timeout = f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'"
+        await self.execute(f"BEGIN ISOLATION LEVEL READ COMMITTED {access}; {lock_timeout}")
+
+    @asynccontextmanager
+    async def transaction(
+        self,
+        *,
+        isolation: Isolation = "read_committed",  # noqa: ARG002
+        readonly: bool = False,  # noqa: ARG002
+        opening: str = "",
+        idle: float | None = None,  # noqa: ARG002
+    ) -> AsyncIterator[None]:
+        """`Connection.transaction`, without an end of its own."""
+        try:
+            if opening:
+                await self.execute(opening)
+            yield
+        except ReplicadError:
+            await self.execute("ROLLBACK")
+            await self.begin("READ ONLY")
+            raise
+
+
+class _Lent(Database):
+    """A database of one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def target(self) -> Target:
+        return self._connection.target
+
+    @asynccontextmanager
+    async def _borrowed(self, *, reset: bool = False, leader: bool = False) -> AsyncIterator[Connection]:  # noqa: ARG002
+        yield self._connection
+
+
+async def attempt(
+    place: TargetDatabase,
+    section: Section,
+    name: str,
+    present: Values | None,
+    wanted: Values,
+    *,
+    first: Sequence[tuple[Section, Values]] = (),
+    report: Report = silently,
+) -> Tried:
+    """Make or change the object and leave nothing behind. `first` is what must be made before, under the same name.
+
+    Raises:
+        DatabaseUnavailable, SchemaMissing: the database cannot be used at all.
+    """
+    tried = Tried()
+    parts = list(section.parts(present, wanted))
+    for number, part in enumerate(parts, 1):
+        if len(parts) > 1:
+            report(f"part {number} of {len(parts)}")
+        try:
+            async with place.db.connection() as connection:  # its end rolls back
+                lent = _Within(connection)
+                await lent.begin()
+                trial = TargetDatabase(_Lent(lent), place.settings, on_trial=True)
+                for needed, values in first:
+                    await needed.change(trial, name, None, values)
+                await section.change(trial, name, present, part)
+        except (DatabaseUnavailable, SchemaMissing):
+            raise
+        except DatabaseError as error:
+            undecided = sqlstates.means(error.sqlstate, _UNDECIDED)
+            tried.note(tried.untried if undecided else tried.refused, error)
+        except ReplicadError as error:
+            tried.note(tried.refused, error)
+    return tried
+
 
 NOTHING = "nothing"  # how an absent value is shown
 
@@ -45,7 +163,7 @@ class Difference:
 
 
 async def compare(
-    place: Place, sections: Sequence[Section], wanted: Wanted, report: Report = silently
+    place: TargetDatabase, sections: Sequence[Section], wanted: Wanted, report: Report = silently
 ) -> list[Difference]:
     """The differences, in the order in which they are to be made. Sections that the file does not have are left out.
 
@@ -75,7 +193,7 @@ async def compare(
 
 
 async def _compare_one(
-    place: Place, section: Section, name: str, present: Values | None, values: Values
+    place: TargetDatabase, section: Section, name: str, present: Values | None, values: Values
 ) -> list[Difference]:
     try:
         wanted = await section.normal(place, name, values)
@@ -108,7 +226,7 @@ def _within(report: Report, about: str) -> Report:
     return lambda text: report(f"{about}, {text}")
 
 
-async def _tried(place: Place, one: Difference, needed: Sequence[Difference], report: Report) -> Difference:
+async def _tried(place: TargetDatabase, one: Difference, needed: Sequence[Difference], report: Report) -> Difference:
     """The difference with what trying it has shown: why it cannot be made, or what could not be tried.
 
     `needed`: the differences of the object that must be there first.
@@ -130,7 +248,9 @@ async def _tried(place: Place, one: Difference, needed: Sequence[Difference], re
     return replace(one, lines=(*one.lines, *untried))
 
 
-def _key_differences(section: Section, name: str, key: Key, before: Any, after: Any) -> Iterator[tuple[str, bool]]:
+def _key_differences(
+    section: Section, name: str, key: SectionKey, before: Any, after: Any
+) -> Iterator[tuple[str, bool]]:
     """Lines of what differs in one value, and whether it is something that the database has beside the file."""
     if key.inner:
         for one in sorted(after):
@@ -156,7 +276,7 @@ def _key_differences(section: Section, name: str, key: Key, before: Any, after: 
         yield f"{key.name}: {_shown(before)} -> {_shown(after)}", False
 
 
-def _values(keys: Sequence[Key], values: Values) -> Iterator[str]:
+def _values(keys: Sequence[SectionKey], values: Values) -> Iterator[str]:
     for key in keys:
         if key.inner:
             for name, inside in sorted(values[key.name].items()):
@@ -169,7 +289,7 @@ def _shown(value: Any) -> str:
     return NOTHING if value in (None, ()) else value_of(value)
 
 
-async def make(place: Place, differences: Sequence[Difference], done: Callable[[Difference], None]) -> None:
+async def make(place: TargetDatabase, differences: Sequence[Difference], done: Callable[[Difference], None]) -> None:
     """Make what can be made, one after the other; `done` is called after each. The first failure ends it."""
     for one in differences:
         if one.action in (Action.MAKE, Action.CHANGE):
@@ -178,6 +298,6 @@ async def make(place: Place, differences: Sequence[Difference], done: Callable[[
             done(one)
 
 
-async def present_objects(place: Place, sections: Sequence[Section]) -> Mapping[str, Mapping[str, Values]]:
+async def present_objects(place: TargetDatabase, sections: Sequence[Section]) -> Mapping[str, Mapping[str, Values]]:
     """All objects of the database, by section and name, in normal form."""
     return {section.name: await section.present(place) for section in sections}

@@ -22,7 +22,7 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class SectionKey:
     """One key of an object.
 
     `read` turns what TOML has into the value and raises ValueError with what to give. `inner`: the value is a table of
@@ -34,7 +34,7 @@ class Key:
     read: Callable[[Any], Any]
     default: Any = None
     required: bool = False
-    inner: tuple[Key, ...] = ()
+    inner: tuple[SectionKey, ...] = ()
     once: bool = False
     fixed: str = ""
 
@@ -46,19 +46,20 @@ class Section:
     `named`: a table for each object, `[streams.events]`; otherwise the table is the one object, whose name is "".
     `present`: the objects in the database, in normal form; none where the feature is not installed but can be.
     `normal`: the normal form of an object of the file. Raises what making it would raise.
-    `change`: make the object, or give it the values that differ. The second argument is what is present, or None.
-    `change` runs in a transaction of a trial too (`Place.on_trial`), so it uses `Place.db` alone.
+    `change`: make the object, or give it the values that differ. The third argument has the present values, or None.
+    `change` runs in a transaction of a trial too (`TargetDatabase.on_trial`), so it uses `TargetDatabase.db` alone.
     `removal`: what the database has beside the file, with the command that removes it.
-    `parts`: what is present or None, and the object of the file: the objects that together make it, each tried alone.
+    `parts`: from the present values (or None) and the object of the file to the objects that together make it. Each is
+    tried alone.
     `needs`: the section whose object of the same name must be there first.
     """
 
     name: str
     one: str  # the word for one object, as in `stream events`
-    keys: tuple[Key, ...]
-    present: Callable[[Place], Awaitable[dict[str, Values]]]
-    change: Callable[[Place, str, Values | None, Values], Awaitable[None]]
-    normal: Callable[[Place, str, Values], Awaitable[Values]]
+    keys: tuple[SectionKey, ...]
+    present: Callable[[TargetDatabase], Awaitable[dict[str, Values]]]
+    change: Callable[[TargetDatabase, str, Values | None, Values], Awaitable[None]]
+    normal: Callable[[TargetDatabase, str, Values], Awaitable[Values]]
     removal: Callable[[str], str]
     parts: Callable[[Values | None, Values], Iterable[Values]] = lambda _, wanted: (wanted,)
     needs: str = ""
@@ -71,7 +72,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TargetDatabase:
     """The database that is looked at and changed, and the names of replicad's schemas in it.
 
     `on_trial`: `db` is one connection, whose transaction is rolled back: wait for no lock, and do one thing at a time.
@@ -82,7 +83,7 @@ class Place:
     on_trial: bool = False
 
 
-async def as_it_stands(place: Place, name: str, values: Values) -> Values:  # noqa: ARG001
+async def as_it_stands(place: TargetDatabase, name: str, values: Values) -> Values:  # noqa: ARG001
     """`Section.normal` where the file's values are the normal form."""
     return values
 
@@ -165,13 +166,13 @@ def texts(value: Any) -> tuple[str, ...]:
 
 
 def tables(value: Any) -> dict[str, Any]:
-    """A table of named tables; the keys in them are those of `Key.inner`."""
+    """A table of named tables; their keys are the keys of `SectionKey.inner`."""
     if not isinstance(value, dict) or not all(isinstance(one, dict) for one in value.values()):
         raise ValueError("a table for each name")
     return value
 
 
-def described(keys: Sequence[Key]) -> list[Key]:
+def described(keys: Sequence[SectionKey]) -> list[SectionKey]:
     """The keys that describe an object."""
     return [key for key in keys if not key.once]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replicad.config.declaring import read_toml
-from replicad.terminal.desired.section import BARE, Key, Section, Values, described
+from replicad.terminal.desired.section import BARE, Section, SectionKey, Values, described
 
 Wanted = dict[str, dict[str, dict[str, Any]]]
 """Objects by section and name. A section that the file does not have is not in it: the file says nothing of it."""
@@ -45,7 +45,7 @@ def read_tables(found: Mapping[str, Any], sections: Sequence[Section], where: st
 
 
 def _named(
-    content: Mapping[str, Any], keys: Sequence[Key], place: str, faults: list[str]
+    content: Mapping[str, Any], keys: Sequence[SectionKey], place: str, faults: list[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, values in content.items():
         inside = f"{place}.{quoted(name)}"
@@ -55,7 +55,7 @@ def _named(
             faults.append(f"{inside} must be a table: write [{inside.partition(': ')[2]}]")
 
 
-def _object(values: Mapping[str, Any], keys: Sequence[Key], place: str, faults: list[str]) -> dict[str, Any]:
+def _object(values: Mapping[str, Any], keys: Sequence[SectionKey], place: str, faults: list[str]) -> dict[str, Any]:
     known = {key.name: key for key in keys}
     faults += [f"{place}.{quoted(name)} is not known; {_near(name, known)}" for name in values if name not in known]
     found: dict[str, Any] = {}
@@ -81,8 +81,8 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    said = json.dumps(value, ensure_ascii=False, default=str)
-    return said if len(said) <= 60 else f"{said[:57]}..."
+    shown = json.dumps(value, ensure_ascii=False, default=str)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 # --- writing ---
@@ -98,7 +98,7 @@ def render(objects: Mapping[str, Mapping[str, Values]], sections: Sequence[Secti
     return "\n\n".join(blocks) + "\n" if blocks else ""
 
 
-def _blocks(head: str, keys: Sequence[Key], values: Values) -> Iterator[str]:
+def _blocks(head: str, keys: Sequence[SectionKey], values: Values) -> Iterator[str]:
     lost = [key.name for key in keys if key.required and values[key.name] is None]
     if lost:
         yield f"# [{head}] is left out: its {' and '.join(lost)} is gone, so it cannot be made again"

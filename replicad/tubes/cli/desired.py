@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from replicad.errors import TubeRefused
 from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import call_value, load_sql, statement
-from replicad.terminal.desired.section import Key, Place, Section, Values, tables, text, whole
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, tables, text, whole
 from replicad.tubes.cli.changing import change_with_locks
 from replicad.tubes.cli.islands import Tubes, parse_shards
 from replicad.tubes.shards import MAX_SHARD, ShardSet, shard_of_schema
@@ -22,7 +22,7 @@ _MOST_PARTITIONS = 32_768
 _OF_TUBE = ("partitions", "predicate")
 
 
-async def present(place: Place) -> dict[str, Values]:
+async def present(place: TargetDatabase) -> dict[str, Values]:
     """The tubes with the tables that are attached to them."""
     found: dict[str, dict[str, Any]] = {}
     for row in await place.db.fetch(statement("tube_desired", place.settings.tube_schema)):
@@ -38,7 +38,7 @@ async def present(place: Place) -> dict[str, Values]:
     return dict(found)
 
 
-async def normal(place: Place, name: str, values: Values) -> Values:  # noqa: ARG001
+async def normal(place: TargetDatabase, name: str, values: Values) -> Values:  # noqa: ARG001
     """Each table by schema and name, with its shard; one entry with `shards` becomes one for each table of them."""
     found: dict[str, dict[str, Any]] = {}
     for named, attachment in values["tables"].items():
@@ -59,7 +59,7 @@ async def normal(place: Place, name: str, values: Values) -> Values:  # noqa: AR
     return {**values, "tables": found}
 
 
-async def _names(place: Place, relation: str) -> tuple[str, str]:
+async def _names(place: TargetDatabase, relation: str) -> tuple[str, str]:
     oid = await find_relation(place.db, relation)
     if oid is None:
         raise TubeRefused(f"there is no table {relation} in this database: {HOW}")
@@ -79,7 +79,7 @@ def _shard(table: str, schema: str, attachment: Mapping[str, Any]) -> int:
     return found
 
 
-async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:
+async def change(place: TargetDatabase, name: str, before: Values | None, wanted: Values) -> None:
     """Make the tube, or give it other partitions or another predicate; then attach the tables that differ."""
     if before is None or any(before[key] != wanted[key] for key in _OF_TUBE):
         values = [wanted[key] for key in _OF_TUBE]
@@ -107,7 +107,7 @@ def _differing(before: Values | None, wanted: Values) -> list[str]:
     ]
 
 
-async def _attach(place: Place, tube: str, table: str, values: Values, *, new: bool) -> None:
+async def _attach(place: TargetDatabase, tube: str, table: str, values: Values, *, new: bool) -> None:
     """Attach the table; with `backfill` and a new attachment its ids are scheduled in the same transaction."""
 
     async def work(run: Run) -> None:
@@ -118,7 +118,7 @@ async def _attach(place: Place, tube: str, table: str, values: Values, *, new: b
     await _locked(place, f"attach {table}", work)
 
 
-async def _locked(place: Place, what: str, work: Callable[[Run], Awaitable[Any]]) -> None:
+async def _locked(place: TargetDatabase, what: str, work: Callable[[Run], Awaitable[Any]]) -> None:
     """Run functions of tubes that lock tables, in one transaction; a trial waits for no lock."""
 
     async def within(connection: Connection) -> None:
@@ -139,20 +139,20 @@ def _shards(value: Any) -> str:
 
 
 _TABLE = (
-    Key("shard", whole(0, MAX_SHARD)),
-    Key("predicate", text),
-    Key("routing", text),
-    Key("shards", _shards, once=True),
-    Key("backfill", text, once=True),
+    SectionKey("shard", whole(0, MAX_SHARD)),
+    SectionKey("predicate", text),
+    SectionKey("routing", text),
+    SectionKey("shards", _shards, once=True),
+    SectionKey("backfill", text, once=True),
 )
 
 SECTION = Section(
     name="tubes",
     one="tube",
     keys=(
-        Key("partitions", whole(1, _MOST_PARTITIONS), 1),
-        Key("predicate", text),
-        Key("tables", tables, {}, inner=_TABLE),
+        SectionKey("partitions", whole(1, _MOST_PARTITIONS), 1),
+        SectionKey("predicate", text),
+        SectionKey("tables", tables, {}, inner=_TABLE),
     ),
     present=present,
     normal=normal,

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from replicad.config.permissions import refuse_readable_by_others, refuse_writable_by_others
+from replicad.config.secrets import refuse_readable_by_others, refuse_writable_by_others
 from replicad.errors import EnvironmentRefused, NotAuthorised, UsageError
 from replicad.reading import Unreadable, read_json
 

@@ -14,8 +14,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replicad.client.blocking_client import Answer, BlockingClient
-from replicad.client.requests import PodBlock
+from replicad.client.requests import BlockingClient, PodAnswer, PodBlock
 from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Cursor
@@ -109,7 +108,7 @@ async def fill(database: Database, pods: int) -> None:
     )
 
 
-def begin(client: BlockingClient, pods: int) -> tuple[Answer[PodBlock], int]:
+def begin(client: BlockingClient, pods: int) -> tuple[PodAnswer[PodBlock], int]:
     """An answer of which the first block was taken, and the term under which it is given."""
     term = client.claim("t", ALL, ttl=60).term
     end = client.plan("t", ALL, term, limit=100_000, wait=5)

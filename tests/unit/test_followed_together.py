@@ -10,7 +10,7 @@ import trio
 
 from replicad.client.blocking_client import BlockingFollower
 from replicad.client.events import PositionMoved, RowBatch
-from replicad.client.link import Target
+from replicad.client.link import DaemonTarget
 from replicad.client.requests import Introduction
 from replicad.client.steps import Receive
 from replicad.client.trio_client import TrioFollower
@@ -18,7 +18,7 @@ from replicad.errors import ConnectionLost
 from replicad.protocol.connection import Timing
 
 FIRST, SECOND, THIRD = (RowBatch("s", "w", token, ["{}"]) for token in (1, 2, 3))
-TARGET = Target("127.0.0.1", 1, Introduction("me", None, None), None, 1.0, 1.0, False, Timing())
+TARGET = DaemonTarget("127.0.0.1", 1, Introduction("me", None, None), None, 1.0, 1.0, False, Timing())
 
 
 class Performed:

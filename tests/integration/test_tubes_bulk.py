@@ -14,7 +14,8 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replicad.client.requests import BlockingClient, PodAnswer, PodBlock
+from replicad.client.blocking_client import BlockingClient
+from replicad.client.requests import PodAnswer, PodBlock
 from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Cursor

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicad.config.access import MAX_DECISIONS, MOST_FAULTS, Client, Rule, Verbs, parse_access, read_access
-from replicad.config.recent import Recent
+from replicad.config.logs import Recent
 from replicad.daemon.access import AccessControl, verbs_of
 from replicad.errors import UsageError
 from replicad.operations.http.console import is_visible

@@ -167,7 +167,7 @@ async def compare(
 ) -> list[Difference]:
     """The differences, in the order in which they are to be made. Sections that the file does not have are left out.
 
-    What would be made or changed is tried (trial.py); the database is as before. `report` gets the progress.
+    Each object to be made or changed is tried; afterwards the database is as before. `report` gets the progress.
 
     Raises:
         SchemaMissing, DatabaseError: the database cannot be looked at.

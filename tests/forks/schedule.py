@@ -283,12 +283,8 @@ class Player:
         self._dumps.append(await blocking(self.world.cluster.dump, custom=form == "custom"))
 
     async def _restore(self, how: str) -> None:
-        """Writers wait meanwhile, as they would for an operator. Daemons do not.
-
-        A dump cannot remove the indexes of partitions one by one, so the operator removes that table before.
-        """
+        """Writers wait meanwhile, as they would for an operator. Daemons do not."""
         await self._quiet()
-        await self._try(f"DROP TABLE IF EXISTS {PARTED.name} CASCADE")
         await blocking(self.world.cluster.restore, self._dumps[-1], one_transaction=how == "one_transaction")
         self.world.writing.go()
 

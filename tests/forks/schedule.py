@@ -326,6 +326,8 @@ class Player:
         await self._quiet()
         table = self._tables[name]
         await self.world.servers[seer].wait_ready()
+        # What a server shows before it has given out an id in this run is not published.
+        await blocking(self.world.write_rows, table, 1)
         if advance := table.advance():  # else the linear order waits for writers that are idle
             await blocking(self.world.sql, advance)
         await self.world.wait_reached(table, self._plain[seer])

@@ -20,6 +20,7 @@ CREATE TABLE IF NOT EXISTS stream (
     -- they lead to another relation now, the stream stops (stream_name_fault). NULL: not compared
     relation_named text[],
     sequence_named text[],
-    also_feeds regclass[] NOT NULL DEFAULT '{}'   -- the other tables that the sequence fed then
+    also_feeds regclass[] NOT NULL DEFAULT '{}',  -- the other tables that the sequence fed then
+    parted oid[] NOT NULL DEFAULT '{}'  -- tables that were partitions or heirs, and draw from the sequence still
 );
 COMMENT ON TABLE stream IS 'replicad: the registered streams; use stream_add() and stream_remove()';

@@ -33,7 +33,7 @@ COMMENT ON FUNCTION stream_shell(text) IS 'A word as an argument of a command in
 --    no fault: the table was renamed, and nothing else can be meant.
 --  - Likewise the name of a sequence that no column default draws from: writers call it by its name.
 --  - The sequence feeds a table that it did not feed when the stream was added: that table is about to take the place of
---    the stream's table, and its ids would pass as gaps.
+--    the stream's table, and its ids would pass as gaps. A partition that was detached is no such table.
 -- The daemon asks in each poll that moves a position, after it has read the last value (horizon_holders.sql).
 CREATE OR REPLACE FUNCTION stream_name_fault(s stream, OUT problem text, OUT remedy text)
 LANGUAGE plpgsql STABLE AS $$
@@ -60,7 +60,11 @@ BEGIN
             alter_to, stream_shell(s.relation::text), stream_shell(bearer::text));
         RETURN;
     END IF;
-    SELECT f INTO bearer FROM stream_fed_elsewhere(s.sequence, s.relation) f WHERE f <> ALL (s.also_feeds) ORDER BY f LIMIT 1;
+    SELECT f INTO bearer FROM stream_fed_elsewhere(s.sequence, s.relation) f WHERE f <> ALL (s.also_feeds) AND f::oid <> ALL (s.parted)
+        AND f::oid::text NOT IN (
+            SELECT split_part(noted.file, ':', 1) FROM stream_generation g, unnest(string_to_array(g.table_files, ',')) AS noted (file)
+            WHERE g.stream = s.number AND g.number = (SELECT max(x.number) FROM stream_generation x WHERE x.stream = s.number))
+    ORDER BY f LIMIT 1;
     IF FOUND AND s.relation_named IS NOT NULL THEN
         problem := format('sequence %s feeds %s too since the stream was added, so that ids of the stream may be rows there',
             s.sequence, bearer);

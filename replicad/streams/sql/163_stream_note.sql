@@ -1,7 +1,7 @@
 -- stream_note(number, generation, position, writers, positions, at): keeps what a daemon has published in that generation;
--- positions only grow. Keeps the table's files too. Returns false, and writes nothing, where the generation is not the present one, or is not valid on
--- this server any more: what the daemon has published may be of another history. Writes stream_position, stream_generation, and now and then
--- stream_mark.
+-- positions only grow. Keeps the table's files too, and which of its partitions were detached. Returns false, and writes
+-- nothing, where the generation is not the present one, or is not valid on this server any more: what the daemon has
+-- published may be of another history. Writes stream_position, stream_generation, stream, and now and then stream_mark.
 CREATE OR REPLACE FUNCTION stream_note(
     stream_number integer, in_generation text, linear_position bigint, writers integer[], positions bigint[],
     at timestamptz = clock_timestamp()
@@ -19,6 +19,13 @@ BEGIN
         RETURN false;
     END IF;
     IF g.table_files IS DISTINCT FROM files THEN
+        UPDATE stream x SET parted = x.parted || left_over.tables
+        FROM (
+            SELECT array_agg(f::oid) AS tables FROM stream_fed_elsewhere(s.sequence, s.relation) f
+            WHERE f::oid <> ALL (s.parted)
+                AND f::oid::text IN (SELECT split_part(noted.file, ':', 1) FROM unnest(string_to_array(g.table_files, ',')) AS noted (file))
+        ) AS left_over
+        WHERE x.number = s.number AND left_over.tables IS NOT NULL;
         UPDATE stream_generation x SET table_files = files WHERE x.stream = g.stream AND x.number = g.number;
     END IF;
     INSERT INTO stream_position AS p (stream, writer, position, published_at)

@@ -32,6 +32,7 @@ BEGIN
     s.relation_named := stream_named(tbl);
     s.sequence_named := stream_named(s.sequence);
     s.also_feeds := ARRAY(SELECT stream_fed_elsewhere(s.sequence, tbl));
+    s.parted := '{}';
     s.created_at := clock_timestamp();
     s.row_type := stream_check(s);
     -- Numbers go up and come round, so that a lock left from a removed stream does not meet a new one.

@@ -33,6 +33,7 @@ NO_DATABASE = {
     "sql roles": "",
     "streams check-polls": "/dev/null",
     "access check": "/dev/null",
+    "access browser-token": "visitor orders --key /dev/null",
     "access test": "billing read orders --access-file /dev/null",
     "access token": "billing",
     "clients": "--http 127.0.0.1:1",

@@ -19,7 +19,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, rows, rows_probe, status, trimming
 from replicad.streams.chunks import Chunk
 from replicad.streams.serving.windows import PostgresWindows
-from tests.conftest import psql
+from tests.conftest import PATIENCE, psql
 from tests.daemons import open_daemon
 from tests.roles import DAEMON, as_role
 
@@ -420,7 +420,7 @@ async def test_rows_of_another_owner_that_were_there_before_the_daemon_started_a
     await registry.add(database, "plain", f"{team}.plain", "id", row="body")
     await database.execute(f"INSERT INTO {team}.plain (body) VALUES ('1'), ('2')")
     async with open_daemon(settings, as_role(database_url, DAEMON)) as daemon, netcat_to(daemon) as nc:
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             await daemon.publisher.find("plain")
             await nc.send("REPLICATE plain EARLIEST")
             await nc.until("RDATA plain master 2 2")

@@ -281,7 +281,7 @@ def test_an_event_that_names_a_stream_is_seen_only_by_who_may_list_it_also_when_
     control = AccessControl(file=file, verbs=Verbs(VERBS.named, VERBS.plain | {"status"}))
     access = control.enter("127.0.0.1:1")
     access.client = control.known.clients["a"]
-    caller = Caller(access, None)
+    caller = Caller(access, None, None)
     gone = Recent(1, 0.0, "info", "stream_removed", {"stream": "secret_a"})
     other = Recent(2, 0.0, "info", "stream_removed", {"stream": "orders"})
     text = Recent(3, 0.0, "info", "request_refused", {"error": "there is no stream 'secret_a'"})

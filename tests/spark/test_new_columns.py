@@ -261,10 +261,11 @@ def test_a_running_pipeline_follows_a_migration_from_shard_to_shard(
     ]
     rounds = [*changes, "", "", "", PURGE]
     starts: list[str | None] = []
+    start_query = pipeline.start_query
 
     def start(*given: Any, **more: Any) -> Any:
         starts.append(Known.read(open_checkpoint(config.checkpoint)).types.get("people"))
-        return pipeline.start_query(*given, **more)
+        return start_query(*given, **more)
 
     def until(_: PipelineResult) -> bool:
         if cities.daemon.tubes["t"].pods:

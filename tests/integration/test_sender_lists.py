@@ -96,5 +96,5 @@ async def test_the_second_of_one_name_is_a_hot_standby_however_long_and_takes_ov
     said = [event["reason"] for event in events if event["event"] == "standby"]
     assert said
     assert set(said) == {
-        "a sender named sender is running on this database already; this one waits until that one has ended"
+        "a sender named sender is running on this database already; this sender waits until that sender has ended"
     }

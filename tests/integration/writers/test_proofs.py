@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-import trio
 
 from replicad.errors import DatabaseError, StreamRefused
-from replicad.postgres import schema
 from replicad.streams import registry
 from replicad.streams.writing.writer import open_writer
-from tests.conftest import PATIENCE
 
-from .conftest import Facts, until
+from .conftest import Facts
 
 PROOFS = (
     "SELECT (classid::bigint << 32) | objid::bigint FROM pg_locks "
@@ -143,44 +140,3 @@ async def test_a_session_lets_go_of_its_proof_with_its_last_id(facts: Facts) -> 
             async with writer.get_next(), writer.get_next():
                 assert await facts.locks("one") >= 3
             assert await facts.locks("one") == 0
-
-
-async def test_an_upgrade_waits_for_rows_that_were_reserved_without_a_proof(facts: Facts) -> None:
-    """Daemons do not count the locks of such transactions any more, so their rows must be there, or be refused."""
-    await facts.db.execute(
-        "DROP TABLE replicad.stream_reservation_key; UPDATE replicad.stream_version SET digest = 'old'"
-    )
-    body = await facts.db.fetch_value("SELECT prosrc FROM pg_proc WHERE proname = 'stream_guard_1'")
-    await facts.db.execute(
-        "CREATE OR REPLACE FUNCTION replicad.stream_guard_1() RETURNS trigger LANGUAGE plpgsql AS $g$"
-        + body.replace("'p' || ", "'' || ")
-        + "$g$"
-    )
-    held = f"set_config('{await facts.db.fetch_value('SELECT setting FROM replicad.stream')}', "
-    reserve = (
-        "SELECT pg_advisory_xact_lock_shared(replicad.stream_lock_key(1, 0)), "
-        f"{held} pg_current_xact_id() || ':0', true)"
-    )
-    installed = trio.Event()
-
-    async def install() -> None:
-        await schema.install(facts.db, "stream")
-        installed.set()
-
-    async with facts.transaction() as inserted, facts.transaction() as waits, trio.open_nursery() as nursery:
-        await inserted.execute(reserve)
-        await waits.execute(reserve)
-        await facts.spend(2)
-        await facts.insert(1, via=inserted)
-        nursery.start_soon(install)
-        await until(facts.db, "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted AND locktype = 'relation'")
-        assert not installed.is_set()
-        await inserted.execute("COMMIT")
-        with trio.fail_after(PATIENCE):
-            await installed.wait()
-        with pytest.raises(StreamRefused, match="not reserved"):
-            await facts.insert(2, via=waits)
-    stream = await registry.load_stream(facts.db, "facts")
-    facts.horizon.watch("facts", registry.horizon_source(stream), published=0)
-    assert (await facts.poll()).position == 2
-    assert facts.rows == {1}

@@ -219,7 +219,8 @@ async def test_prepared_transactions_keep_their_reservation(facts: Facts, databa
 async def test_a_reservation_counts_while_its_transaction_is_being_prepared(facts: Facts) -> None:
     # Postgres hands the locks over one after the other, some without the pid already. Each such moment is made here.
     assert facts.stream.proof_key is not None
-    poll = load_sql("horizon_holders").replace("{key}", f"(SELECT s.key FROM {facts.stream.proof_key} AS s)")
+    poll = load_sql("horizon_holders").replace("{moved}", "'{}'::oid[]")
+    poll = poll.replace("{key}", f"(SELECT s.key FROM {facts.stream.proof_key} AS s)")
     held = await facts.db.fetch_value("SELECT pg_get_functiondef('replicad.stream_held'::regproc)")
     locks = ["locktype = 'transactionid'", "classid::bigint >> 16 < 12800", "classid::bigint >> 16 > 20992"]
     columns = "locktype, database, relation, classid, objid, objsubid, virtualtransaction, transactionid, mode, granted"
@@ -230,7 +231,7 @@ async def test_a_reservation_counts_while_its_transaction_is_being_prepared(fact
                 pid = f"CASE WHEN NOT ({' OR '.join(handed) or 'false'}) THEN pid END AS pid"
                 view = f"FROM (SELECT {columns}, {pid} FROM pg_locks)"
                 assert poll.count("FROM pg_locks") == held.count("FROM pg_locks") == 1
-                rows = await facts.db.fetch(poll.replace("FROM pg_locks", view), [], [], [], [], [], True)
+                rows = await facts.db.fetch(poll.replace("FROM pg_locks", view), [], [], [], [], [], True, [], [])
                 assert [row["number"] for row in rows] == [facts.stream.number], handed
                 await facts.db.execute(held.replace("FROM pg_locks", view))
                 rows = await facts.db.fetch("SELECT * FROM replicad.stream_held($1)", facts.stream.number)

@@ -236,14 +236,14 @@ class Poller:
                     self._has_bell = True
                     while True:
                         await self._rests.wait()
-                        self._rests = trio.Event()
-                        if self._at_rest is not None:
+                        moved: int | None = None
+                        while moved is None and self._at_rest is not None:  # polls go on meanwhile, but seldom
                             moved = await wait(self._at_rest)
-                            if moved is not None:
-                                self._horizon.expect(moved)
                             self._troubles.end("service", "bell", "wait")
-                            self._rests = trio.Event()  # set again by the next poll
-                            self.ring()
+                        if moved is not None:
+                            self._horizon.expect(moved)
+                        self._rests = trio.Event()  # set again by the next poll
+                        self.ring()
             except DatabaseError as error:
                 if not means(error.sqlstate, sqlstates.LOCKED):  # who locks a sequence lets it go soon
                     self._troubles.fail("service", "bell", "wait", error)

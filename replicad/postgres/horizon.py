@@ -59,11 +59,12 @@ __all__ = [
     "reservation_key",
 ]
 
-FEW = 64  # sequences: so many are read by each poll; of more, most polls read those that are likely to have moved
+FEW = 64  # sequences: so many are read by each poll; of more, those that have moved
+IN_TURN = 16  # streams that each check looks at for no other reason than that it is their turn
 STUCK_AFTER = 60.0  # seconds after which a holder that keeps a position back is an alarm
 _INSPECT_EVERY = 5.0  # seconds between two checks of tables and sequences
 _LIKELY = 2.0  # seconds for which each poll reads a sequence that has moved
-_PAUSE_OF_ALL = 4  # after all of many sequences were read, most polls leave most of them out for so many times as long
+_PAUSE_OF_ALL = 4  # after a look for those of many sequences that have moved, none is made for so many times as long
 _BARRIER_EVERY = 0.02  # seconds between forced flushes: up to PostgreSQL 16 each costs a transaction id
 
 # The barrier must not wait for a standby that is down: only the local disk matters after a crash. If a standby that
@@ -99,6 +100,8 @@ class Horizon:
         self._now = now
         self._stuck_after = stuck_after
         self._watched: dict[str, Watched] = {}
+        self._busy: dict[str, Watched] = {}  # those that each poll looks at, whether their sequence moves or not
+        self._sharing: dict[int, dict[str, Watched]] = {}  # those of each sequence or positions table, by its oid
         self._readings: dict[str, Reading] = {}
         self._held_open = AsyncExitStack()
         self._connection: Connection | None = None
@@ -107,8 +110,9 @@ class Horizon:
         self._blockers = Blockers(self._sources, now)
         self._values = LastValues(self._blockers, inspect=self._inspect, inspect_soon=self._inspect_soon)
         self._likely: dict[int, float] = {}  # until when each poll reads these sequences
-        self._identified_upto = 0  # of the streams that rest: where the next check of their names begins
-        self._all_at = 0.0  # from when on the next poll reads all sequences
+        self._turn_at = 0  # the stream with which the next check begins
+        self._doubtful: set[int] = set()  # tables and sequences (oids) that the next check looks at in any case
+        self._all_at = 0.0  # from when on the next poll looks which of many sequences have moved
         self._inspect_at = 0.0
         self._barrier_at = 0.0
         self._before_polling: list[Callable[[], Awaitable[None]]] = []
@@ -144,10 +148,11 @@ class Horizon:
         `file`. `writers` as in `set_writers`. Nothing is checked here: a stream that cannot be watched gets a Reading
         that is `refused`.
         """
-        self._watched[name] = Watched(name, source, published, per_writer, writers, file=file)
-        self._readings.pop(name, None)
-        self._inspect_at = self._all_at = 0.0
-        self._record_begin("watch", self._watched[name])
+        self.unwatch(name)
+        watched = self._watched[name] = Watched(name, source, published, per_writer, writers, file=file)
+        self._busy[name] = self._sharing.setdefault(watched.relation, {})[name] = watched
+        self._inspect_at = 0.0
+        self._record_begin("watch", watched)
 
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
         """Set the writers of a stream. A holder whose application_name is one of them holds back that writer only."""
@@ -155,15 +160,22 @@ class Horizon:
 
     def unwatch(self, name: str) -> None:
         """End the watch of a stream. An unknown name is ignored."""
-        self._watched.pop(name, None)
+        watched = self._watched.pop(name, None)
         self._readings.pop(name, None)
+        self._busy.pop(name, None)
+        if watched is not None:
+            sharing = self._sharing[watched.relation]
+            del sharing[name]
+            if not sharing:
+                del self._sharing[watched.relation]
+                self._values.drop(watched.relation)
 
     async def poll(self) -> Mapping[str, Reading]:
         """One round for all watched streams. The mapping is the same object until something changes, and so is each
         Reading.
 
-        Of more than FEW sequences, a round reads those that have moved lately or are `expected` to have. It reads all
-        of them as often as that takes a fifth of the time.
+        Of more than FEW sequences, a round reads those that have moved lately or are `expected` to have. Which others
+        have moved is asked as often as that takes a fifth of the time.
 
         Raises DatabaseUnavailable and other DatabaseErrors (poll again later: no position was lost or is too high) and
         StandbyRefused.
@@ -179,39 +191,49 @@ class Horizon:
             await connection.confirm()
             await self._read_again(connection)
             await self._inspect(connection)
-        # Only checked streams; watches may begin and end while we wait for Postgres.
-        watched = [w for w in self._watched.values() if w.inspected]
         await self._blockers.look_again(connection)
+        due = await self._due(connection, now)  # only checked streams; watches may begin and end while we wait
         try:
-            await self._poll_sequences(connection, self._due(watched, now), now)
-            await self._poll_tables(connection, watched)
-            await self._flush(connection, watched, now)
+            await self._poll_sequences(connection, due, now)
+            await self._poll_tables(connection, due)
+            await self._flush(connection, due, now)
         finally:
-            self._record(watched)  # also what was read before a step failed: the next poll may build on it
-        self._update_readings(watched, now)
+            self._record(due)  # also what was read before a step failed: the next poll may build on it
+        self._update_readings([*due, *self._busy.values()], now)
         return self._readings
 
-    def _due(self, watched: list[Watched], now: float) -> list[Watched]:
-        """The streams whose sequences this poll reads."""
-        if len(watched) <= FEW or now >= self._all_at:
-            return watched
-        return [w for w in watched if w.unsettled or self._likely.get(w.relation, 0.0) > now]
+    async def _due(self, connection: Connection, now: float) -> list[Watched]:
+        """The streams that this poll reads."""
+        if len(self._watched) <= FEW:
+            return [watched for watched in self._watched.values() if watched.inspected]
+        if now >= self._all_at:
+            for sequence in await self._values.find_moved(connection, self._sharing.keys()):
+                self.expect(sequence)
+            self._all_at = self._now() + _PAUSE_OF_ALL * (self._now() - now)
+        self._likely = {sequence: until for sequence, until in self._likely.items() if until > now}
+        likely = [self._sharing.get(sequence, {}) for sequence in self._likely]
+        due = {name: watched for some in (self._busy, *likely) for name, watched in some.items()}
+        return [watched for watched in due.values() if watched.inspected]
 
     def expect(self, sequence: int) -> None:
         """Have the next poll read this sequence, whatever else it leaves out."""
         self._likely[sequence] = self._now() + _LIKELY
 
-    def _update_readings(self, watched: list[Watched], now: float) -> None:
+    def _update_readings(self, looked_at: Iterable[Watched], now: float) -> None:
         """Make a reading of each stream that has changed; the others keep theirs."""
-        stale = [w for w in watched if w.stale or w.name not in self._readings]
-        if not stale and len(self._readings) == len(watched):
-            return
-        readings = {w.name: self._readings.get(w.name) for w in watched if self._watched.get(w.name) is w}
-        for one in stale:
-            one.stale = False
-            if one.name in readings:
-                readings[one.name] = one.reading(now, self._stuck_after)
-        self._readings = {name: reading for name, reading in readings.items() if reading is not None}
+        readings = None
+        for watched in looked_at:
+            if self._watched.get(watched.name) is not watched or not watched.inspected:
+                continue
+            if watched.stale or watched.name not in self._readings:
+                readings = readings or dict(self._readings)
+                watched.stale = False
+                readings[watched.name] = watched.reading(now, self._stuck_after)
+            if watched.unsettled or watched.restless or watched.blocked_by is not None:
+                self._busy[watched.name] = watched
+            else:
+                self._busy.pop(watched.name, None)
+        self._readings = readings or self._readings
 
     def at_rest(self) -> Mapping[int, int | None] | None:
         """The last value of each sequence (None: unused), if only another value can move a position.
@@ -219,12 +241,13 @@ class Horizon:
         Sequences that have moved lately come first. None if something else can move a position: a holder, a flush, the
         end of a lock, a writer that publishes its position.
         """
-        watched = self._watched.values()
         read = self._values.read
-        if not watched or self._blockers.holders or any(w.restless or w.sequence not in read for w in watched):
+        if not self._watched or self._blockers.holders:
             return None
-        likely = sorted((w.sequence for w in watched), key=lambda sequence: -self._likely.get(sequence, 0.0))
-        return {sequence: read[sequence] for sequence in likely}
+        if any(w.restless or w.sequence not in read for w in self._busy.values()):
+            return None
+        likely = sorted(self._likely.keys() & self._sharing.keys(), key=lambda sequence: -self._likely[sequence])
+        return {sequence: read[sequence] for some in (likely, self._sharing) for sequence in some}
 
     async def _pinned(self) -> Connection:
         """Our connection. After a new one is made, readings that were not published are dropped: Postgres may have
@@ -245,6 +268,7 @@ class Horizon:
         for watched in self._watched.values():
             watched.restart()
             self._record_begin("connection", watched)
+        self._busy = dict(self._watched)
         self._blockers.forget()
         self._values.forget()
         self._inspect_at = 0.0
@@ -267,18 +291,26 @@ class Horizon:
     def _sources(self) -> list[Source]:
         return [watched.source for watched in self._watched.values()]
 
-    def _inspect_soon(self) -> None:
+    def _inspect_soon(self, *relations: int) -> None:
+        """Have the next poll check the streams of these tables and sequences (oids)."""
+        self._doubtful.update(relations)
         self._inspect_at = 0.0
 
-    async def _inspect(self, connection: Connection) -> None:
-        """Check all streams: refuse those that cannot be served, accept those that were mended."""
-        looked_at = list(self._watched.values())
+    async def _inspect(self, connection: Connection, *relations: int) -> None:
+        """Check streams: refuse those that cannot be served, accept those that were mended.
+
+        Of many streams that work, some are checked in turn: the first poll that moves one of them compares its name and
+        its sequence (horizon_holders.sql), and what differs is checked at once. `relations`: as in `_inspect_soon`.
+        """
+        looked_at = self._to_inspect(relations)
         tables = [w.source.table for w in looked_at]
         sequences = [w.source.sequence for w in looked_at if not isinstance(w.source, TableSource)]
         rows = await connection.fetch(load_sql("horizon_inspect"), tables, sequences)
         found = {row["oid"]: row for row in rows}
         await self._identify(connection, looked_at, found)
-        self._names = {oid: row["name"] for oid, row in found.items()}
+        for oid in (*tables, *sequences):
+            self._names.pop(oid, None)
+        self._names |= {oid: row["name"] for oid, row in found.items()}
         self._values.inspected(self._names)
         for watched in looked_at:
             watched.inspected = True
@@ -288,23 +320,31 @@ class Horizon:
                 watched.accept()
             elif reason != known:
                 watched.refuse(reason)
+            if watched.stale and self._watched.get(watched.name) is watched:
+                self._busy[watched.name] = watched
+
+    def _to_inspect(self, relations: Iterable[int]) -> list[Watched]:
+        every, doubtful = list(self._watched.values()), self._doubtful.union(relations)
+        self._doubtful.clear()
+        begin = self._turn_at if self._turn_at < len(every) else 0
+        self._turn_at = begin + IN_TURN
+        return [
+            watched
+            for place, watched in enumerate(every)
+            if place in range(begin, self._turn_at)
+            or not watched.inspected
+            or watched.refused is not None
+            or watched.strayed is not None
+            or isinstance(watched.source, TableSource)
+            or not doubtful.isdisjoint((watched.source.table, watched.relation))
+        ]
 
     async def _identify(
-        self, connection: Connection, looked_at: list[Watched], found: Mapping[int, Mapping[str, object]]
+        self, connection: Connection, asked: list[Watched], found: Mapping[int, Mapping[str, object]]
     ) -> None:
         """Find out which streams' ids may be rows of another table now. Column defaults were read before: the next poll
         notices one that is made after this look.
-
-        Of many streams, those that rest take turns: the first poll that moves one of them has its names compared
-        (horizon_holders.sql), and what differs is looked at here.
         """
-        now, turn = self._now(), range(self._identified_upto, self._identified_upto + FEW)
-        self._identified_upto = turn.stop if turn.stop < len(looked_at) else 0
-        asked = [
-            w
-            for place, w in enumerate(looked_at)
-            if place in turn or not w.inspected or w.strayed is not None or self._likely.get(w.relation, 0.0) > now
-        ]
         strayed: dict[int, str | None] = {}
         for home in {w.source.identity.home for w in asked if w.source.identity is not None}:
             query = load_sql("horizon_identity").replace("{home}", home)
@@ -335,17 +375,15 @@ class Horizon:
     async def _poll_sequences(self, connection: Connection, due: list[Watched], now: float) -> None:
         """Steps 1 and 2 for the streams of which that is `due`."""
         active = [w for w in due if w.locks is not None and w.refused is None]
-        began = self._now()
         read = await self._values.fetch(connection, active)
-        if len(active) > FEW:
-            self._all_at = self._now() + _PAUSE_OF_ALL * (self._now() - began)
         values = read or {}
         active = [w for w in active if w.refused is None]
         for watched in active:
             watched.block(self._blockers.holders.get(watched.sequence))
         fed = [(w, w.locks, values[w.sequence]) for w in active if w.locks is not None and w.sequence in values]
-        if read is not None and any(w.sequence not in values and w.blocked_by is None for w in active):
-            self._inspect_at = now  # it was removed: the next poll finds out
+        missing = [w.sequence for w in active if w.sequence not in values and w.blocked_by is None]
+        if read is not None and missing:
+            self._inspect_soon(*missing)  # they were removed: the next poll finds out
         fed = [(w, locks, value) for w, locks, value in fed if not w.check_file(value.file)]
         flushed = max((value.flushed for _, _, value in fed), default=0)
         moved = [one for one in fed if one[1].someone_holds or one[0].moves_to(one[2])]
@@ -369,7 +407,7 @@ class Horizon:
         feeds = {w.sequence: w.feeds for w in watched if w.source.identity is not None}
         rows = await fetch_holders(connection, sources, sequences, self._own_backends(), feeds)
         if rows[0]["unfit"]:
-            await self._inspect(connection)
+            await self._inspect(connection, *rows[0]["unfit"])
         listed = by_source(rows)
         for one, locks, value in fed:
             given_out = await self._given_out(connection, one, value) if one.refused is None else None
@@ -406,7 +444,7 @@ class Horizon:
                 watched.cannot_read(error, "table")
             return None
         if row is None or row["found"] != source.table:
-            self._inspect_soon()  # it was renamed
+            self._inspect_soon(source.table)  # it was renamed
             return None
         watched.waits_for_rows = False
         watched.last_row = row["last_row"]

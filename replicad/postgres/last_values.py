@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import islice
+from typing import Final
 
 from replicad import errors, sqlstates
 from replicad.postgres.blockers import Blockers
@@ -11,33 +13,46 @@ from replicad.postgres.owners import as_owner
 from replicad.postgres.watched import Value, Watched
 from replicad.sqlstates import means
 
+REREAD: Final = 16  # unused sequences; so many are read again after each check, by two statements each
+
 
 class LastValues:
     """What was read last, and how to read it.
 
-    `inspect` checks all streams and refuses those that cannot be served; `inspect_soon` asks for that at the next poll.
+    `inspect` checks the streams of a sequence (oid) and refuses those that cannot be served; `inspect_soon` asks for
+    that at the next poll.
     """
 
     def __init__(
-        self, blockers: Blockers, *, inspect: Callable[[Connection], Awaitable[None]], inspect_soon: Callable[[], None]
+        self,
+        blockers: Blockers,
+        *,
+        inspect: Callable[[Connection, int], Awaitable[None]],
+        inspect_soon: Callable[[int], None],
     ) -> None:
         self.read: dict[int, int | None] = {}  # by sequence, as they were read last; None: unused
         self._blockers = blockers
         self._inspect = inspect
         self._inspect_soon = inspect_soon
         self._names: Mapping[int, str] = {}
-        self._unused: dict[int, int] = {}  # unused sequences: the value below their first one
+        self._unused: dict[tuple[int, int | None], int] = {}  # the value below the first one of a sequence and its file
+        self._files: dict[int, int | None] = {}  # by sequence, as `read`
         self._first: dict[int, int | None] = {}  # what this connection has read first, as long as it stays
         self._moved: set[int] = set()  # sequences that have had another value since
 
     def inspected(self, names: Mapping[int, str]) -> None:
-        """A check has found these relations: quoted names by oid. Unused sequences are to be read again."""
+        """A check has found these relations: quoted names by oid. The unused sequences that were read longest ago are
+        to be read again: setval() may have changed where they begin, and only reading them shows it.
+        """
         self._names = names
-        self._unused = {}
+        for oldest in list(islice(self._unused, REREAD)):
+            del self._unused[oldest]
 
     def forget(self) -> None:
         """A new connection, perhaps to another server: nothing was read from it."""
         self.read = {}
+        self._files = {}
+        self._unused = {}
         self._first = {}
         self._moved = set()
 
@@ -66,6 +81,22 @@ class LastValues:
                 self._blockers.none_met()
                 return values
 
+    async def find_moved(self, connection: Connection, sequences: Iterable[int]) -> list[int]:
+        """The sequences that have another value or file than when they were read; all of them if Postgres refuses."""
+        read = [sequence for sequence in sequences if sequence in self.read and sequence not in self._blockers.holders]
+        known = [self.read[sequence] for sequence in read], [self._files[sequence] for sequence in read]
+        try:
+            return [row["sequence"] for row in await connection.fetch(load_sql("horizon_moved"), read, *known)]
+        except errors.DatabaseUnavailable:
+            raise
+        except errors.DatabaseError:  # one of them is locked, say: to read them shows which
+            return read
+
+    def drop(self, sequence: int) -> None:
+        """Nobody watches it any more."""
+        self.read.pop(sequence, None)
+        self._files.pop(sequence, None)
+
     async def fetch_one(self, connection: Connection, watched: Watched) -> dict[int, Value]:
         """Only that of this stream. Raises DatabaseError if Postgres refuses."""
         return await self._fetch(connection, {watched.sequence: watched.sequence_reader})
@@ -92,22 +123,24 @@ class LastValues:
         """`readers`: by sequence, the function that reads it as its owner (owners.py), or None."""
         values: dict[int, Value] = {}
         for row in await connection.fetch(load_sql("horizon_last_values"), list(readers)):
-            sequence = row["sequence"]
-            self.read[sequence] = row["last_value"]
+            sequence, file = row["sequence"], row["file"]
+            self.read[sequence], self._files[sequence] = row["last_value"], file
             if row["last_value"] is not None:
-                self._unused.pop(sequence, None)
+                self._unused.pop((sequence, file), None)
                 moved = self._has_moved(sequence, row["last_value"])
-                values[sequence] = Value(row["last_value"], row["inserted"], row["flushed"], row["file"], moved)
+                values[sequence] = Value(row["last_value"], row["inserted"], row["flushed"], file, moved)
             elif not row["readable"]:
-                await self._inspect(connection)  # refuses the streams that need it
-            elif sequence in self._unused:
+                await self._inspect(connection, sequence)  # refuses the streams that need it
+            elif (first := self._unused.get((sequence, file))) is not None:
                 self._has_moved(sequence, None)
-                values[sequence] = Value(self._unused[sequence], row["inserted"], row["flushed"], row["file"])
-            elif (value := await self._fetch_unused(connection, sequence, readers[sequence])) is not None:
+                values[sequence] = Value(first, row["inserted"], row["flushed"], file)
+            elif (value := await self._fetch_unused(connection, sequence, file, readers[sequence])) is not None:
                 values[sequence] = value
         return values
 
-    async def _fetch_unused(self, connection: Connection, sequence: int, reader: str | None) -> Value | None:
+    async def _fetch_unused(
+        self, connection: Connection, sequence: int, file: int | None, reader: str | None
+    ) -> Value | None:
         """The value at which an unused sequence begins. Not always its START: it may have been restarted or set."""
         name = self._names.get(sequence)
         if name is None:
@@ -118,17 +151,20 @@ class LastValues:
         except errors.DatabaseUnavailable:
             raise
         except errors.DatabaseError:  # it was renamed, or we may not read it any more
-            self._inspect_soon()
+            self._inspect_soon(sequence)
+            return None
+        if first is None or first["found"] != sequence:  # another one has the name
+            self._inspect_soon(sequence)
             return None
         after = await connection.fetch_row(load_sql("horizon_last_values"), [sequence])
-        if first is None or after is None or not after["readable"]:
+        if after is None or not after["readable"] or after["file"] != file:
             return None
         last_value = after["last_value"]
         if last_value is None:
             if first["is_called"]:
                 return None  # used and set back between the two: the next poll finds out
             self._has_moved(sequence, None)
-            last_value = self._unused[sequence] = first["last_value"] - 1
+            last_value = self._unused[sequence, file] = first["last_value"] - 1
         return Value(last_value, after["inserted"], after["flushed"], after["file"])
 
     def _has_moved(self, sequence: int, last_value: int | None) -> bool:

@@ -272,6 +272,7 @@ class Watched:
     def restart(self) -> None:
         """A new connection, perhaps to another server: drop what was read and not published."""
         self.last_row = None
+        self.inspected = False
         self.watch.restart()
 
     def refuse(self, reason: str) -> None:

@@ -1,10 +1,11 @@
 """The registry as a daemon looks at it each second, at a cost that hardly grows with the number of streams.
 
-To load one stream takes Postgres some 300 microseconds: it asks the catalogs for everything that serving the stream
-depends on. So of many streams a look loads only three kinds: streams whose rows in our tables or in the catalogs were
-written since (query/stream_marks.sql), streams that the caller suspects, and a few in turn. A change that no mark
-shows, such as the membership of a role, is found in turn. No position depends on a look: polls and reads check the
-oids and files of tables and sequences themselves (docs/positions.md).
+To load one stream takes Postgres some three milliseconds: it asks the catalogs for everything that serving the stream
+depends on. So a look loads only three kinds: streams whose rows in our tables or in the catalogs were written since
+(query/stream_marks.sql), streams that the caller suspects, and one in turn, for changes that no mark shows. The rows in
+the catalogs are compared in turn as well, more at a time after the statistics have shown that any was written. No
+position depends on a look: polls and reads check the oids and files of tables and sequences themselves
+(docs/positions.md).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from replicad.postgres.statements import Queries, statement
 from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.registry import Stream, load_streams
 
-FEW = 32  # streams; so many are loaded at each look
-CATALOGS = 250  # streams whose rows in the catalogs are looked at each time
-IN_TURN = 8  # streams that are loaded each time for no other reason than that it is their turn
+CATALOGS = 16  # streams whose rows in the catalogs are looked at each time
+LOOKS = 8  # so many looks, after a row of the catalogs was written, look at those of all streams
+IN_TURN = 1  # streams that are loaded each time for no other reason than that it is their turn
 SUSPECTS = 32  # streams that are loaded each time because the caller suspects them
 
 
@@ -37,6 +38,9 @@ class RegistryView:
         self._schema = schema
         self._streams: dict[str, Stream] = {}
         self._marks: dict[str, _Marks] = {}
+        self._whole: int | None = None  # the mark of our tables together
+        self._written: int | None = None  # rows of the catalogs that were written, by the statistics
+        self._sweeping = 0  # looks that look at the catalogs' rows of many streams
         self._catalogs_at = 0  # where the next look goes on in the order of the names
         self._turn_at = 0
         self._suspects_at = 0
@@ -55,15 +59,20 @@ class RegistryView:
         return dict(self._streams)
 
     async def _look(self, db: Queries, suspects: Collection[str]) -> None:
-        if len(self._streams) <= FEW:
-            self._marks = {}
-            self._streams = self._same(await load_streams(db, schema=self._schema))
+        if not self._streams:
+            self._marks, self._whole = {}, None
+            whole, marks = await self._find_changed(db, [], None)
+            self._streams = await load_streams(db, schema=self._schema)
+            self._marks = {name: mark for name, mark in marks.items() if name in self._streams}
+            self._whole = whole
             return
         names = sorted(self._streams)
-        self._catalogs_at, some = _next(names, self._catalogs_at, CATALOGS)
+        share = -(-len(names) // LOOKS) if self._sweeping else 0
+        self._sweeping = max(0, self._sweeping - 1)
+        self._catalogs_at, some = _next(names, self._catalogs_at, max(CATALOGS, share))
         self._turn_at, wanted = _next(names, self._turn_at, IN_TURN)
         self._suspects_at, doubtful = _next(sorted(self._streams.keys() & suspects), self._suspects_at, SUSPECTS)
-        marks = await self._find_changed(db, names, some)  # of before the streams are loaded
+        whole, marks = await self._find_changed(db, names, some)  # of before the streams are loaded
         chosen = {*wanted, *doubtful, *marks}
         loaded = await load_streams(db, chosen, schema=self._schema)
         for name in chosen - loaded.keys():  # removed
@@ -71,10 +80,13 @@ class RegistryView:
             self._marks.pop(name, None)
         self._streams |= self._same(loaded)
         self._marks |= {name: mark for name, mark in marks.items() if name in loaded}
+        self._whole = whole  # last: where anything has failed, the next look compares all marks again
 
-    async def _find_changed(self, db: Queries, names: list[str], some: Collection[str]) -> dict[str, _Marks]:
-        """The streams of which a row was written, in the catalogs only of `some`, with their marks. Takes over the
-        noted positions of the others.
+    async def _find_changed(
+        self, db: Queries, names: list[str], some: Collection[str] | None
+    ) -> tuple[int | None, dict[str, _Marks]]:
+        """The mark of our tables together, and the streams of which a row was written, in the catalogs only of `some`
+        (None: of all), with their marks. Takes over the noted positions of the others.
         """
         marks = [self._marks.get(name, _Marks()) for name in names]
         with installed(self._schema):
@@ -84,17 +96,23 @@ class RegistryView:
                 [mark.own for mark in marks],
                 [mark.catalogs for mark in marks],
                 [self._streams[name].noted for name in names],
-                list(some),
+                None if some is None else list(some),
+                self._whole,
             )
-        changed = {}
+        whole, changed = None, {}
         for row in rows:
+            if row["name"] is None:
+                whole = row["own"]
+                if row["catalogs"] != self._written:
+                    self._written, self._sweeping = row["catalogs"], LOOKS + 1
+                continue
             name, known = row["name"], self._marks.get(row["name"], _Marks())
             now = _Marks(row["own"], known.catalogs if row["catalogs"] is None else row["catalogs"])
             if now != known or name not in self._streams:
                 changed[name] = now
             else:
                 self._streams[name] = replace(self._streams[name], noted=row["noted"])
-        return changed
+        return whole, changed
 
     def _same(self, loaded: dict[str, Stream]) -> dict[str, Stream]:
         """The loaded streams; the present object for each that has not changed."""

@@ -24,10 +24,10 @@ from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.stretches import Run
 from replicad.streams.serving.windows import MAX_COUNTED, Attached, Windows
 
-SHARE = 0.02  # of the time that reading takes, for the audit
-IDLE_SHARE = 0.01  # of all time, for the looks at all streams, whatever is read
-LONGEST = 30.0  # seconds between two looks at a stream; with more than 100 streams in proportion to their number
-CREDIT = 0.2  # seconds that a stream's looks may take at once, saved up from SHARE and IDLE_SHARE
+SHARE = 0.02  # of the time that reading a stream takes, for looks at it
+IDLE_SHARE = 0.005  # of all time, for looks at all streams in turn, whatever is read
+LONGEST = 30.0  # seconds for which a look that took long keeps others away
+CREDIT = 0.2  # seconds that looks may take at once, saved up from SHARE or IDLE_SHARE
 FEWEST = 1000  # rows that a look counts in any case
 REMEMBERED = 100  # deliveries of one stream, so that none is repeated
 MAX_REASONS = 5  # alarms of one stream that its trouble shows
@@ -85,8 +85,11 @@ class Audit:
         self._troubles = troubles
         self._seen: dict[str, Seen] = {}
         self._skipped: dict[str, frozenset[int]] = {}  # ids that an operator has taken out of a stream, now or before
-        self._credit: dict[str, float] = {}  # seconds that the next looks at a stream may take
-        self._earned: dict[str, tuple[float, float]] = {}  # when that was added up last, and `Tally.reading` then
+        self._credit: dict[str, float] = {}  # seconds that the next looks at a stream may take, from SHARE
+        self._reading: dict[str, float] = {}  # `Tally.reading` when that was added up last
+        self._idle_credit = CREDIT  # seconds that the next looks in turn may take, from IDLE_SHARE
+        self._idle_at: float | None = None  # when that was added up last
+        self._looked_at: dict[str, float] = {}  # the last look at each stream
         self._cost: dict[str, float] = {}  # seconds for each row that was counted
         self._reasons: dict[str, deque[str]] = {}
         self._ends: dict[str, float] = {}
@@ -95,21 +98,31 @@ class Audit:
         """Look until cancelled."""
         while True:
             await trio.sleep(self._pace.late_look)
-            for name, feed in list(self._feeds.items()):
-                if self._may_look(name, feed):
+            self._earn()
+            for name in sorted(self._feeds, key=lambda name: self._looked_at.get(name, float("-inf"))):
+                feed = self._feeds.get(name)
+                if feed is not None and max(self._idle_credit, self._credit.get(name, 0.0)) > 0:
                     with self._troubles.contain("stream", name, "late_rows_look"):
                         await self.look(name, feed)
                     await trio.lowlevel.checkpoint()
             self._forget()
 
-    def _may_look(self, name: str, feed: Followed) -> bool:
-        """Whether the stream's share of time allows a look now."""
-        now, reading = trio.current_time(), feed.tally.reading
-        before, read = self._earned.get(name, (now - self._pace.late_look, reading))
-        self._earned[name] = now, reading
-        earned = max(0.0, reading - read) * SHARE + (now - before) * IDLE_SHARE / max(1, len(self._feeds))
-        self._credit[name] = min(CREDIT, self._credit.get(name, CREDIT) + earned)
-        return self._credit[name] > 0
+    def _earn(self) -> None:
+        """Add up what looks may take now: those at streams that were read, and those in turn."""
+        now = trio.current_time()
+        idle = IDLE_SHARE * (0.0 if self._idle_at is None else now - self._idle_at)
+        self._idle_at, self._idle_credit = now, min(CREDIT, self._idle_credit + idle)
+        for name, feed in self._feeds.items():
+            read = feed.tally.reading - self._reading.get(name, 0.0)
+            self._reading[name] = feed.tally.reading
+            self._credit[name] = min(CREDIT, self._credit.get(name, 0.0) + max(0.0, read) * SHARE)
+
+    def _spend(self, name: str, took: float) -> None:
+        """A look took so many seconds. The reads of the stream pay for it if they have earned anything."""
+        if self._credit.get(name, 0.0) > 0:
+            self._credit[name] -= took
+        else:
+            self._idle_credit = max(-IDLE_SHARE * LONGEST, self._idle_credit - took)
 
     async def look(self, name: str, feed: Followed) -> None:
         """Look at one stream; rows that were not sent are logged, counted and shown as a trouble of the stream."""
@@ -131,8 +144,8 @@ class Audit:
         finally:
             took = trio.current_time() - began
             feed.tally.auditing += took
-            least = -IDLE_SHARE * max(LONGEST / max(1, len(self._feeds)), LONGEST / 100)
-            self._credit[name] = max(least, self._credit.get(name, CREDIT) - took)
+            self._looked_at[name] = began
+            self._spend(name, took)
             whole = found is not None and found.look.whole
             if not whole and stream.epoch == feed.stream.epoch:
                 feed.tally.give_back(taken)
@@ -163,8 +176,10 @@ class Audit:
         )
 
     def _affordable(self, name: str, runs: list[Run]) -> list[Run]:
-        """The last rows of these runs, as many as the stream's share of time allows to be counted."""
-        rows = max(FEWEST, int(max(0.0, self._credit.get(name, CREDIT)) / self._cost.get(name, 1e-6)))
+        """The last rows of these runs, as many as the share of time allows to be counted."""
+        own = self._credit.get(name, 0.0)
+        seconds = own if own > 0 else max(0.0, self._idle_credit)
+        rows = max(FEWEST, int(seconds / self._cost.get(name, 1e-6)))
         found: list[Run] = []
         for run in reversed(runs):
             if found and rows <= 0:
@@ -279,13 +294,16 @@ class Audit:
             self._seen,
             self._skipped,
             self._credit,
-            self._earned,
+            self._looked_at,
             self._cost,
             self._kept_at,
+            self._wanted,
+            self._delivered,
         )
-        for book in (*books, self._wanted, self._delivered):
-            for name in book.keys() - self._feeds.keys():
-                del book[name]
+        for name in self._reading.keys() - self._feeds.keys():
+            del self._reading[name]
+            for book in books:
+                book.pop(name, None)
         for name in [name for name, end in self._ends.items() if end <= trio.current_time()]:
             del self._ends[name], self._reasons[name]
             self._troubles.end("stream", name, "late_rows")

@@ -211,6 +211,12 @@ class Feed:
             return linear, {}
         return linear, {name: at for name, at in sent.items() if at > linear}
 
+    def published_from(self) -> tuple[object, ...]:
+        """The objects that `positions` and `numbers` depend on: while they are the same ones, so are these."""
+        main, linear = self._main, self._linear
+        found = (self.stream, self.reading, self.numbers, main.epoch, main.channel.boundary)
+        return found if linear is None else (*found, linear.epoch, linear.channel.boundary)
+
     def on_registered(self, writers: Set[str]) -> None:
         """Take the names of the registered writers that are not retired."""
         if self._writers.on_registered(writers):
@@ -218,9 +224,9 @@ class Feed:
 
     def tidy(self) -> None:
         """Free the rows that all readers have; where none come, nothing else does."""
-        now = trio.current_time()
-        for lane in self.lanes.values():
-            lane.channel.tidy(now)
+        for lane in (self._main, self._linear):
+            if lane is not None and lane.channel.tail < lane.channel.head:
+                lane.channel.tidy(trio.current_time())
 
     @property
     def gather(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from operator import is_
 
 import structlog
 import trio
@@ -71,6 +72,7 @@ class Serving:
         self._registry_fault: str | None = None  # why the registry cannot be read
         self._published = None if published is None else (published.position, dict(published.per_writer))
         self._note: Note | None = None  # the last one; the present one if there is no feed
+        self._note_of: tuple[object, ...] = ()  # what it was made from
         self._reported: str | None = None  # the obstacle that was reported last
         self._watching = False
         self._fork: Fork | None = None  # a fork that was found and not handled yet
@@ -157,6 +159,10 @@ class Serving:
         feed, known = self.feed, self._note
         if feed is None:
             return known
+        made_from = feed.published_from()
+        if known is not None and len(made_from) == len(self._note_of) and all(map(is_, made_from, self._note_of)):
+            return known
+        self._note_of = made_from
         positions = feed.positions()
         if (
             known is None

@@ -15,6 +15,7 @@ import pytest
 import trio
 
 from replicad.errors import StreamRefused
+from replicad.postgres import horizon
 from replicad.postgres.bridge import Connection, Database, load_sql, open_database
 from replicad.postgres.horizon import (
     Fork,
@@ -115,15 +116,20 @@ class Table:
         return int(await self.db.fetch_value("INSERT INTO t DEFAULT VALUES RETURNING id"))
 
 
-@pytest.fixture
-async def t(database: Database) -> AsyncIterator[Table]:
+@pytest.fixture(params=["few", "many"])
+async def t(
+    database: Database, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Table]:
+    """Each test holds for a poll that reads all sequences, and for one that reads those that have moved."""
+    if request.param == "many":
+        monkeypatch.setattr(horizon, "FEW", 0)
     between = Between(database)
     # A clock on which every forced flush is due at once, so that no position waits for the next poll.
     own: list[Database] = []
     backends = lambda: [backend for db in own for backend in db.backends()]  # noqa: E731
     clock = count(0, 0.1).__next__
-    async with Horizon(between, now=clock, own_backends=backends) as horizon:  # type: ignore[arg-type]
-        yield Table(database, horizon, between, own)
+    async with Horizon(between, now=clock, own_backends=backends) as watching:  # type: ignore[arg-type]
+        yield Table(database, watching, between, own)
 
 
 async def test_position_passes_over_rollbacks_and_gaps(t: Table) -> None:

@@ -46,12 +46,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="what to measure; default: everything")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies all sizes (default 1)")
     parser.add_argument("--runs", type=int, default=3, help="rounds of what is compared (default 3)")
+    text = "of the attackers of `isolation`, only those with this text in their names; may be given several times"
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help=text)
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - BENCHMARKS.keys():
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     if arguments.scale <= 0 or arguments.runs < 1:
         parser.error("--scale is above 0, --runs at least 1")
-    options = Options(arguments.scale, arguments.runs)
+    options = Options(arguments.scale, arguments.runs, tuple(arguments.only))
     tables, failed = [], []
     for name in arguments.names or BENCHMARKS:
         began = time.monotonic()

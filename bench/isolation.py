@@ -7,7 +7,7 @@ all at once. Half handshakes go to a daemon with TLS and room for 20 connections
 secret, and to one with --redis comes a Redis of `attackers_redis`; its quiet times are those without any Redis. The
 figures are p50 and p99 of what the polite clients wait, with the ratio of the p99 to the quiet one, and the daemon's
 memory before, during and at most ten seconds after the attack. What can be done to NATS as well is done to it at the
-end. The whole takes some seven minutes.
+end. The whole takes some seven minutes; `--only TEXT` measures some attackers alone, without NATS.
 
 Attackers of a real daemon have addresses and processors of their own. Here each has an address of the loopback, and the
 processors go to others first. What it takes of them all the same is seen while all attack at once: polite clients of a
@@ -37,6 +37,7 @@ from bench.system import Daemon, Options, System, allow_files, free_port, system
 PROBES = 250  # rows; the other measurements take as long as these
 OLD_ROWS = 200_000  # which those that take them slowly do not finish
 ROUNDS = 2  # of all attackers at once
+AT_ONCE, WEB_AT_ONCE = "TCP: all at once", "HTTP: all at once"
 SETTLE = 1.0  # seconds for which an attack has lasted when measuring begins
 GOAL = 5.0
 FIRST_ROW_GOAL, SNAPSHOT_GOAL = 0.05, 1.0  # seconds
@@ -50,25 +51,39 @@ def run(options: Options) -> list[Figure]:
     allow_files(_SPARE)
     count = options.sized(PROBES)
     figures: list[Figure] = []
+    first, second, secured, secrets, redis = (
+        {name: attack for name, attack in group.items() if options.picks(name)}
+        for group in ({**PLAIN, **WEB}, {**QUICK, **WEB_ROWS}, {**SECURED, **WEB_SECURED}, WEB_SECRETS, REDIS)
+    )
+    web, everything = options.picks(WEB_AT_ONCE), options.picks(AT_ONCE)
     with system() as ours:
         with _daemon(ours) as daemon:
             ours.make_stream()
             for tube in (TUBE, SPARE_TUBE):
                 ours.sql(f"SELECT tube.tube_ensure_exists('{tube}', 1)")
-            figures += _beside_each(ours, daemon, count, {**PLAIN, **WEB})
-            ours.commit_rows(options.sized(OLD_ROWS))
-            time.sleep(REST)
-            figures += _beside_each(ours, daemon, count, {**QUICK, **WEB_ROWS})
-            figures += _beside_web(ours, daemon, count)
-            with ours.daemon() as spare, lease(spare, None, SPARE_TUBE) as target:
-                figures += _beside_all(ours, daemon, count, _Spare(spare, target))
-        figures += _beside_each_secured(ours, count)
-        with _daemon(ours, "--access-file", str(_access_file(ours.folder))) as daemon:
-            figures += _beside_each(ours, daemon, count, WEB_SECRETS, secret=f"{NAME}.{_SECRET}")
-        port = free_port()
-        with _daemon(ours, "--redis", f"redis://127.0.0.1:{port}/0", "--server-name", "bench.example.com") as daemon:
-            figures += _beside_each(ours, daemon, count, REDIS, redis=port)
-    return figures + beside_nats(count)
+            if first:
+                figures += _beside_each(ours, daemon, count, first)
+            if second or web or everything:
+                ours.commit_rows(options.sized(OLD_ROWS))
+                time.sleep(REST)
+            if second:
+                figures += _beside_each(ours, daemon, count, second)
+            if web:
+                figures += _beside_web(ours, daemon, count)
+            if everything:
+                with ours.daemon() as spare, lease(spare, None, SPARE_TUBE) as target:
+                    figures += _beside_all(ours, daemon, count, _Spare(spare, target))
+        if secured:
+            figures += _beside_each_secured(ours, count, secured)
+        if secrets:
+            with _daemon(ours, "--access-file", str(_access_file(ours.folder))) as daemon:
+                figures += _beside_each(ours, daemon, count, secrets, secret=f"{NAME}.{_SECRET}")
+        if redis:
+            port = free_port()
+            url = f"redis://127.0.0.1:{port}/0"
+            with _daemon(ours, "--redis", url, "--server-name", "bench.example.com") as daemon:
+                figures += _beside_each(ours, daemon, count, redis, redis=port)
+    return figures if options.only else figures + beside_nats(count)
 
 
 @contextmanager
@@ -79,12 +94,12 @@ def _daemon(ours: System, *options: str) -> Iterator[Daemon]:
         yield replace(daemon, http=port)
 
 
-def _beside_each_secured(ours: System, count: int) -> list[Figure]:
+def _beside_each_secured(ours: System, count: int, attackers: Mapping[str, Attack]) -> list[Figure]:
     key, certificate = _certificate(ours.folder)
     secured = ("--tls-cert", str(certificate), "--tls-key", str(key), "--max-connections", "20")
     tls = ssl.create_default_context(cafile=str(certificate))
     with _daemon(ours, *secured) as daemon:
-        return _beside_each(ours, daemon, count, {**SECURED, **WEB_SECURED}, tls)
+        return _beside_each(ours, daemon, count, attackers, tls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +136,12 @@ def _beside_web(ours: System, daemon: Daemon, count: int) -> list[Figure]:
         quiet = measure(ours, daemon, count, target, None)
         _tell("alone", quiet)
         attacks = [*WEB_ROWS.values(), *WEB.values()]
-        return _beside(ours, daemon, count, "HTTP: all at once", [attacks], target, quiet, None)
+        return _beside(ours, daemon, count, WEB_AT_ONCE, [attacks], target, quiet, None)
 
 
 def _beside_all(ours: System, daemon: Daemon, count: int, spare: _Spare) -> list[Figure]:
     """Beside all attackers at once. The goals of first rows and snapshots are not relative to quiet times."""
-    name = "all at once"
+    name = AT_ONCE
     snapshots = Snapshots(ours)
     with lease(daemon, None) as target:
         quiet = measure(ours, daemon, count, target, None, first_row=True)

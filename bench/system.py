@@ -30,10 +30,17 @@ BODY = """format('["$%s~:example.com","!room:example.com","m.room.msg"]', lpad(n
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to do: `scale` multiplies the sizes, `runs` is how often what is compared is repeated."""
+    """How much to do: `scale` multiplies the sizes, `runs` is how often what is compared is repeated. `only`: texts in
+    the names of what is measured, where a benchmark has several attackers; none: everything.
+    """
 
     scale: float = 1.0
     runs: int = 3
+    only: tuple[str, ...] = ()
+
+    def picks(self, name: str) -> bool:
+        """Whether something of that name is measured."""
+        return not self.only or any(text in name for text in self.only)
 
     def sized(self, full: int) -> int:
         """A number of rows or the like, at this scale."""

@@ -19,7 +19,7 @@ from operator import itemgetter
 
 import trio
 
-from replicad.daemon.by_address import ByAddress, address_of
+from replicad.daemon.by_address import ByAddress, network_of
 
 LIVE = 4  # sessions that are begun in one turn: each takes some hundred microseconds
 ASKED = 16  # addresses of which the next in turn may begin, if those before it may not
@@ -44,11 +44,14 @@ class Input(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """How a client begins. `too_long` are the lines for one whose first line has more than `first_line` bytes."""
+    """How a client begins. `too_long` are the lines for one whose first line has more than `first_line` bytes; it ends
+    with `line_end`.
+    """
 
     tls: bool
     first_line: int = 4096
     too_long: bytes = b""
+    line_end: bytes = b"\n"
 
     def look(self, client: socket.socket) -> Input:
         """What has come, which stays unread."""
@@ -62,7 +65,7 @@ class Door:
             return Input.ENDED
         if self.tls:
             return Input.WHOLE if has_client_hello(data, self.first_line) else Input.PART
-        if b"\n" in data:
+        if self.line_end in data:
             return Input.WHOLE
         return Input.TOO_LONG if len(data) > self.first_line else Input.PART
 
@@ -102,15 +105,9 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._whole) + len(self._came)
 
-    def put(self, client: socket.socket) -> None:
-        """Add a client, whose socket does not block."""
-        try:
-            address = address_of(client)
-        except OSError:  # reset
-            self.hopeless += 1
-            client.close()
-        else:
-            self._sort(client, address, trio.current_time(), self._new)
+    def put(self, client: socket.socket, host: str) -> None:
+        """Add a client that came from this address, and whose socket does not block."""
+        self._sort(client, network_of(host), trio.current_time(), self._new)
 
     def begin_one(self) -> None:
         """Begin one session now, without a turn; none if too many came without a line. `run` begins the others."""

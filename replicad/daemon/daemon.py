@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import trio
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import cuts
+from replicad.daemon.accept_queues import FILES, AcceptQueues, listen
 from replicad.daemon.access import OPEN, AccessControl, ClientAccess, names_of, verbs_of
 from replicad.daemon.cycles import CycleCollector
 from replicad.daemon.dispatch import Dispatch, Relaying
@@ -26,7 +27,7 @@ from replicad.daemon.heap import allocator_of_this_process, give_back_forever
 from replicad.daemon.hub import Hub
 from replicad.daemon.inside import Inside
 from replicad.daemon.installing import install_all
-from replicad.daemon.listener import Acceptor, Pauses, open_listeners
+from replicad.daemon.listener import Acceptor, Pauses
 from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import Pools, open_pools, plan_connections
@@ -202,19 +203,18 @@ async def open_daemon(
         ReplicadError: it cannot start.
     """
     schema_text.load(schema_text.PACKAGE)
-    budget = plan_connections(settings.limits, 0 if settings.http is None else guest_files(settings.limits))
+    over_http = 0 if settings.http is None else guest_files(settings.limits) + FILES
+    budget = plan_connections(settings.limits, FILES + over_http)
     async with (
         open_pools(url, settings.limits) as pools,
         _recorder(settings) as recorder,
         Horizon(pools.positions, own_backends=pools.acks.backends, recorder=recorder) as horizon,
         AsyncExitStack() as stack,
     ):
-        listeners = await open_listeners(settings.listen)
-        for listener in listeners:
-            stack.push_async_callback(listener.aclose)  # so that another try can listen again
+        queues = stack.enter_context(closing(await listen(settings.listen)))  # another try can listen again
         await refuse_superuser(pools.short, settings)
         await install_all(pools.housekeeping, settings.database)
-        addresses = tuple(map(_address, listeners))
+        addresses = queues.addresses
         host = _host(
             settings,
             pools,
@@ -238,7 +238,7 @@ async def open_daemon(
             await _start(nursery, jobs, host.troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
             entrance = _Entrance(host.hub, dispatch, host.vocabulary, host.access, host.handshakes, host.inside)
-            async with _serving(settings, listeners, entrance, pauses=pace.accepting):
+            async with _serving(settings, queues, entrance, pauses=pace.accepting):
                 summary = {name: value for service in everything for name, value in service.summary().items()}
                 _log_ready(settings, addresses, summary)
                 with _ready_file(settings.ready_file, addresses[0]):
@@ -356,7 +356,7 @@ def _refuse_pipes(settings: ServerSettings) -> None:
 @asynccontextmanager
 async def _serving(
     settings: ServerSettings,
-    listeners: Sequence[trio.SocketListener],
+    queues: AcceptQueues,
     entrance: _Entrance,
     *,
     pauses: Pauses,
@@ -398,8 +398,7 @@ async def _serving(
             pauses=pauses,
         )
         async with trio.open_nursery() as accepting:
-            for listener in listeners:
-                accepting.start_soon(acceptor.accept_forever, listener)
+            accepting.start_soon(acceptor.accept_forever, queues)
             yield
             accepting.cancel_scope.cancel()
         for session in list(hub):
@@ -430,11 +429,6 @@ async def _refuse(stream: trio.abc.Stream, full: bytes) -> None:
         with suppress(trio.BrokenResourceError):
             await stream.send_all(full)
     await trio.aclose_forcefully(stream)
-
-
-def _address(listener: trio.SocketListener) -> Address:
-    host, port, *_ = listener.socket.getsockname()
-    return Address(host, port)
 
 
 READY_MODE = 0o644  # the address is no secret, and programs of other accounts wait for it

@@ -1,4 +1,7 @@
-"""Accepts connections: their limit, TLS, and errors of `accept`. It does not know what a session does."""
+"""Accepts connections: their limit, TLS, and errors of `accept`. It does not know what a session does.
+
+How they wait before is in `accept_queues`, and how they wait for a session in `arrivals`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,12 @@ from typing import Protocol
 import structlog
 import trio
 
-from replicad.config.settings import Address
+from replicad.daemon.accept_queues import AcceptQueues
 from replicad.daemon.arrivals import Arrivals, Door
 from replicad.daemon.troubles import Troubles
-from replicad.errors import EnvironmentRefused
 from replicad.retry import Backoff
 
-BACKLOG = 4096  # a thousand workers that reconnect at once must not be refused
-ACCEPTED = 1024  # connections that are accepted before other tasks run
-ACCEPTING = 0.001  # seconds after which they run all the same; ten microseconds for a connection that was reset
+ACCEPTING = 0.001  # seconds after which other tasks run; a connection takes ten to fifty microseconds
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 # What `accept` reports of the one connection that it removed from the queue (Linux, accept(2)): no reason for a pause.
@@ -59,23 +59,6 @@ class Pauses:
     longest: float = 1.0
 
 
-async def open_listeners(address: Address, option: str = "--listen") -> list[trio.SocketListener]:
-    """Bind to an address, which `option` has given.
-
-    Raises:
-        EnvironmentRefused: the port is in use, the address is not ours, or we may not bind to it.
-    """
-    try:
-        return await trio.open_tcp_listeners(address.port, host=address.host, backlog=BACKLOG)
-    except OSError as error:
-        why = {
-            errno.EADDRINUSE: f"the port is in use; choose another with {option}, or stop the program that has it",
-            errno.EADDRNOTAVAIL: f"this machine has no such address; choose one of its own with {option}",
-            errno.EACCES: f"ports below 1024 need privileges; choose a higher one with {option}",
-        }.get(error.errno or 0, error.strerror or str(error))
-        raise EnvironmentRefused(f"cannot listen on {address}: {why}") from error
-
-
 class Acceptor:
     """Accepts the connections of all listeners of a daemon and runs `serve(stream, peer)` for each, in `sessions`.
 
@@ -98,14 +81,15 @@ class Acceptor:
         secure: Securing | None = None,
         give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         first_line: int = 4096,
+        line_end: bytes = b"\n",
         too_long: bytes = b"",
         pauses: Pauses = Pauses(),
         name: str = "listener",
     ) -> None:
         """`refused` is called for each connection that is closed because `room` is used up. `give_way` waits for
         the next turn; accepting has a queue of its own, so that it does not wait behind all who send much. `too_long`
-        are the lines for a client whose first line has more than `first_line` bytes. `name`: of the service in
-        troubles.
+        are the lines for a client whose first line, up to `line_end`, has more than `first_line` bytes. `name`: of the
+        service in troubles.
         """
         self._place = ("service", name, "accept")  # under which failures of `accept` are reported
         self._serve = serve
@@ -117,67 +101,58 @@ class Acceptor:
         self._secure = secure
         self._pauses = pauses
         self._inside = 0
-        door = Door(secure is not None, first_line, too_long)
-        self._arrivals = Arrivals(door, self._enter_socket, give_way, _always if secure is None else secure.ready)
+        door = Door(secure is not None, first_line, too_long, line_end)
+        self._arrivals = Arrivals(door, self._enter, give_way, _always if secure is None else secure.ready)
         self._begins = False  # whether a task begins the sessions of those that have arrived
         self._reset = 0
 
-    async def accept_forever(self, listener: trio.SocketListener) -> None:
+    async def accept_forever(self, queues: AcceptQueues) -> None:
         """Accept until cancelled.
 
         A failure of `accept`, for example because file descriptors have run out, is reported as a trouble, and `accept`
         is called again after a pause. Open sessions are not affected.
         """
         backoff = Backoff(self._pauses.first, self._pauses.longest, jitter=0.0)
-        async with listener:
-            plain = _plain_copy(listener)
+        while True:
             try:
-                while True:
-                    try:
-                        if plain is None:
-                            self._enter(await listener.accept())
-                        else:
-                            await trio.lowlevel.wait_readable(plain)
-                            self._accept_waiting(plain)
-                    except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
-                        if isinstance(error, OSError) and error.errno in _OF_ONE:
-                            self._reset += 1
-                            continue
-                        self._report_failure(error)
-                        await trio.sleep(backoff.next_delay())
-                    else:
-                        self._troubles.end(*self._place)
-                        backoff.reset()
-            finally:
-                if plain is not None:
-                    plain.close()
+                await queues.wait()
+                self._accept_waiting(queues.waiting())
+            except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
+                self._report_failure(error)
+                await trio.sleep(backoff.next_delay())
+            else:
+                self._troubles.end(*self._place)
+                backoff.reset()
 
     @property
     def dead(self) -> int:
         """The connections that were closed without a session, since the start: reset, ended, or without hope."""
         return self._reset + self._arrivals.hopeless
 
-    def _accept_waiting(self, listening: socket.socket) -> None:
-        """Accept the connections that wait, at most ACCEPTED, and for at most ACCEPTING seconds."""
+    def _accept_waiting(self, queues: list[socket.socket]) -> None:
+        """Accept the connections that wait, one of each queue in turn, for at most ACCEPTING seconds. Those for which
+        there is no room are refused in that time too.
+        """
         until = trio.current_time() + ACCEPTING
         try:
-            for _ in range(ACCEPTED):
-                if trio.current_time() >= until:
-                    return
-                try:
-                    accepted, _address = listening.accept()
-                except BlockingIOError:
-                    return
-                except OSError as error:
-                    if error.errno not in _OF_ONE:
-                        raise
-                    self._reset += 1
-                    continue
-                accepted.setblocking(False)
-                self._arrivals.put(accepted)
+            while queues:
+                for queue in tuple(queues):
+                    if trio.current_time() >= until:
+                        return
+                    try:
+                        accepted, address = queue.accept()
+                    except BlockingIOError:
+                        queues.remove(queue)
+                    except OSError as error:
+                        if error.errno not in _OF_ONE:
+                            raise
+                        self._reset += 1
+                    else:
+                        accepted.setblocking(False)
+                        self._arrivals.put(accepted, address[0])
+                        while len(self._arrivals) > max(0, self._room - self._inside):
+                            self._refuse(self._arrivals.take_out())
         finally:
-            while len(self._arrivals) > max(0, self._room - self._inside):
-                self._refuse(self._arrivals.take_out())
             if not self._begins:
                 self._arrivals.begin_one()
             if self._arrivals and not self._begins:
@@ -198,11 +173,9 @@ class Acceptor:
         else:
             self._troubles.fail(*self._place, error)
 
-    def _enter_socket(self, client: socket.socket) -> None:
-        self._enter(trio.SocketStream(trio.socket.from_stdlib_socket(client)))
-
-    def _enter(self, stream: trio.SocketStream) -> None:
+    def _enter(self, client: socket.socket) -> None:
         """Begin to serve a connection."""
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(client))
         peer = _peer_of(stream)
         if peer is None:
             self._reset += 1
@@ -247,15 +220,6 @@ class Acceptor:
 
 def _always(address: str) -> bool:  # noqa: ARG001 - as `Securing.ready`
     return True
-
-
-def _plain_copy(listener: trio.SocketListener) -> socket.socket | None:
-    """The same listening socket, to be asked without waiting. None for a listener that is none."""
-    if not isinstance(listener, trio.SocketListener):
-        return None
-    copy = socket.socket(fileno=os.dup(listener.socket.fileno()))
-    copy.setblocking(False)
-    return copy
 
 
 def _peer_of(stream: trio.SocketStream) -> str | None:

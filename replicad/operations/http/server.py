@@ -10,13 +10,14 @@ place first.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import trio
 
 from replicad.config.settings import Address
+from replicad.daemon.accept_queues import listen
 from replicad.daemon.files import guest_files
-from replicad.daemon.listener import Acceptor, open_listeners
+from replicad.daemon.listener import Acceptor
 from replicad.daemon.service import Host
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.turns import Turns
@@ -55,29 +56,30 @@ class Server:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled. Raises EnvironmentRefused: the address cannot be used."""
         host, limits = self._host, self._host.settings.limits
-        listeners = await open_listeners(self._address, "--http")
-        self.addresses = tuple(Address(*one.socket.getsockname()[:2]) for one in listeners)
+        queues = await listen(self._address, "--http")
+        self.addresses = queues.addresses
         self._address = self.addresses[0]  # port 0 was a free one: it is kept when this is started again
-        async with trio.open_nursery() as nursery:
-            acceptor = Acceptor(
-                self._serve_one,
-                nursery,
-                host.troubles,
-                room=guest_files(limits) + (0 if host.handshakes is None else limits.tls_handshakes),
-                full=FULL,
-                refused=host.hub.refuse,
-                secure=host.handshakes,
-                give_way=Turns(patience=0.001).next,
-                first_line=wire.HEAD_BYTES,
-                too_long=TOO_LONG,
-                name="http",
-            )
-            self._acceptor = acceptor
-            nursery.start_soon(keep_running, self._looks.run, "service", "figures", host.troubles)
-            for listener in listeners:
-                nursery.start_soon(acceptor.accept_forever, listener)
-            task_status.started()
-            await trio.sleep_forever()
+        with closing(queues):
+            async with trio.open_nursery() as nursery:
+                acceptor = Acceptor(
+                    self._serve_one,
+                    nursery,
+                    host.troubles,
+                    room=guest_files(limits) + (0 if host.handshakes is None else limits.tls_handshakes),
+                    full=FULL,
+                    refused=host.hub.refuse,
+                    secure=host.handshakes,
+                    give_way=Turns(patience=0.001).next,
+                    first_line=wire.HEAD_BYTES,
+                    line_end=wire.HEAD_END,
+                    too_long=TOO_LONG,
+                    name="http",
+                )
+                self._acceptor = acceptor
+                nursery.start_soon(keep_running, self._looks.run, "service", "figures", host.troubles)
+                nursery.start_soon(acceptor.accept_forever, queues)
+                task_status.started()
+                await trio.sleep_forever()
 
     async def _serve_one(self, stream: trio.abc.Stream, peer: str) -> None:
         assert self._acceptor is not None

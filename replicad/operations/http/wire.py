@@ -21,6 +21,7 @@ import trio
 from replicad.operations.http.messages import Answer, Refused
 
 HEAD_BYTES = 16 << 10  # of a request
+HEAD_END = b"\r\n\r\n"
 IDLE = 5.0  # seconds until a request begins
 READING = 10.0  # seconds for its head, and for its body
 SENDING = 5.0  # seconds for a peer to take a piece of an answer
@@ -165,10 +166,10 @@ class Wire:
         while True:
             if self._held.startswith(b"\r\n"):  # after a body (RFC 9112, 2.2)
                 del self._held[:2]
-            end = self._held.find(b"\r\n\r\n", 0, HEAD_BYTES)
+            end = self._held.find(HEAD_END, 0, HEAD_BYTES)
             if end >= 0:
-                head = bytes(self._held[: end + 4])
-                del self._held[: end + 4]
+                head = bytes(self._held[: end + len(HEAD_END)])
+                del self._held[: end + len(HEAD_END)]
                 return head
             if len(self._held) >= HEAD_BYTES:
                 raise Refused(431, f"the head of a request has at most {HEAD_BYTES} bytes")

@@ -22,28 +22,29 @@ from .conftest import Desk, settle
 from .test_poller_and_relay import Bus
 
 
-class Listener:
+class Queues:
     """Hands out what the test gives it: connections, or errors to raise."""
 
-    def __init__(self, *outcomes: Exception | trio.SocketStream) -> None:
+    def __init__(self, *outcomes: Exception | socket.socket) -> None:
         self.outcomes = list(outcomes)
         self.times: list[float] = []
 
-    async def accept(self) -> trio.SocketStream:
+    async def wait(self) -> None:
         await trio.lowlevel.checkpoint()
         self.times.append(trio.current_time())
         if not self.outcomes:
             await trio.sleep_forever()
+
+    def waiting(self) -> list[Queues]:
+        return [self]
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if not self.outcomes:
+            raise BlockingIOError
         outcome = self.outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome
-
-    async def __aenter__(self) -> Listener:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
+        return outcome, ("127.0.0.1", 0)
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -56,7 +57,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 async def test_there_is_room_for_so_many_and_one_more_is_told_so_and_closed(autojump_clock: MockClock) -> None:
     pairs = [connected() for _ in range(3)]
-    ours = [trio.SocketStream(trio.socket.from_stdlib_socket(one)) for one, _ in pairs]
+    ours = [one for one, _ in pairs]
     served, refused, troubles = [], [], Troubles()
 
     async def serve(stream: trio.abc.Stream, peer: str) -> None:
@@ -65,9 +66,10 @@ async def test_there_is_room_for_so_many_and_one_more_is_told_so_and_closed(auto
 
     async with trio.open_nursery() as nursery:
         acceptor = Acceptor(serve, nursery, troubles, room=2, full=b"ERROR full\n", refused=lambda: refused.append(1))
-        listener: Any = Listener(*ours)
-        nursery.start_soon(acceptor.accept_forever, listener)
-        await settle()
+        for some in (ours[:2], ours[2:]):
+            queues: Any = Queues(*some)
+            nursery.start_soon(acceptor.accept_forever, queues)
+            await settle()
         assert (len(served), refused) == (2, [1])
         assert pairs[2][1].recv(100) == b"ERROR full\n"
         assert pairs[2][1].recv(100) == b"", "closed"
@@ -89,12 +91,12 @@ async def test_an_accept_that_fails_is_tried_again_with_a_pause_that_grows(autoj
             refused=lambda: None,
             pauses=Pauses(first=0.1, longest=0.4),
         )
-        listener: Any = Listener(*errors)
-        nursery.start_soon(acceptor.accept_forever, listener)
+        queues: Any = Queues(*errors)
+        nursery.start_soon(acceptor.accept_forever, queues)
         await trio.sleep(0.05)
         assert "too many open files; raise the limit" in (troubles.why("service", "listener") or "")
         await trio.sleep(10)
-        assert [round(b - a, 6) for a, b in pairwise(listener.times)] == [0.1, 0.2, 0.4, 0.4, 0.4, 0.4]
+        assert [round(b - a, 6) for a, b in pairwise(queues.times)] == [0.1, 0.2, 0.4, 0.4, 0.4, 0.4]
         nursery.cancel_scope.cancel()
 
 

@@ -41,7 +41,7 @@ class Crowd:
         ours, _ = self._listening.accept()
         ours.setblocking(False)
         self._open += [client, ours]
-        self.arrivals.put(ours)
+        self.arrivals.put(ours, source)
         return client, ours
 
     def close(self) -> None:
@@ -154,7 +154,18 @@ async def test_those_that_have_ended_get_no_session_and_no_refusal(crowd: Callab
     at = crowd(Door(tls=False, too_long=b"ERROR too long\n"))
     client, ours = at.arrive()
     client.shutdown(socket.SHUT_WR)
-    at.arrivals.put(at.arrivals.take_out())
+    at.arrivals.put(at.arrivals.take_out(), "127.0.0.1")
     assert (len(at.arrivals), at.arrivals.hopeless) == (0, 1)
     assert ours.fileno() < 0
     assert client.recv(100) == b""
+
+
+async def test_the_half_of_a_request_of_http_does_not_count_as_a_whole_first_line(
+    crowd: Callable[[Door], Crowd], mock_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    at = crowd(Door(tls=False, line_end=b"\r\n\r\n"))
+    for _ in range(CROWD):
+        at.arrive(b"GET / HTTP/1.1\r\nHost: a\r\nX: y", source="127.0.0.2")
+    _, polite = at.arrive(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    at.arrivals.begin_one()
+    assert at.begun == [polite]

@@ -8,7 +8,7 @@ import ssl
 import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,11 @@ from trio.testing import wait_all_tasks_blocked
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import arrivals
+from replicad.daemon.accept_queues import AcceptQueues, listen
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.handshakes import Handshakes
 from replicad.daemon.hub import Hub
-from replicad.daemon.listener import Acceptor, open_listeners
+from replicad.daemon.listener import Acceptor
 from replicad.daemon.relay import Relay
 from replicad.daemon.session import Session
 from replicad.daemon.troubles import Troubles
@@ -39,14 +40,15 @@ class Server:
     """The sessions and the acceptor of a daemon, without services but the relay."""
 
     def __init__(
-        self, nursery: trio.Nursery, listener: trio.SocketListener, room: int, tls: ssl.SSLContext | None, limits: Any
+        self, nursery: trio.Nursery, queues: AcceptQueues, room: int, tls: ssl.SSLContext | None, limits: Any
     ) -> None:
         settings = ServerSettings(server_name="example.com")
         self.settings = replace(settings, limits=replace(settings.limits, **limits))
         self.hub = Hub(room, Troubles(), self.settings.limits)
         self.nursery = nursery
-        self.listener = listener
-        self.address = listener.socket.getsockname()
+        self.queues = queues
+        (address,) = queues.addresses
+        self.address = (address.host, address.port)
         self.began: list[str] = []  # peers, in the order in which their sessions began
         self.dispatch = Dispatch([Relaying(self.hub, Relay(Bus(), "replicad", EVERY, self.hub.troubles))], 10)
         self.acceptor = Acceptor(
@@ -63,7 +65,7 @@ class Server:
 
     def accept(self) -> None:
         """Begin to accept; connections may wait already."""
-        self.nursery.start_soon(self.acceptor.accept_forever, self.listener)
+        self.nursery.start_soon(self.acceptor.accept_forever, self.queues)
 
     async def serve(self, stream: trio.abc.Stream, peer: str) -> None:
         self.began.append(peer)
@@ -88,9 +90,8 @@ async def server(nursery: trio.Nursery) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
         async def start(*, room: int = 5000, tls: ssl.SSLContext | None = None, **limits: Any) -> Server:
-            (listener,) = await open_listeners(Address("127.0.0.1", 0))
-            stack.push_async_callback(listener.aclose)
-            return Server(nursery, listener, room, tls, limits)
+            queues = stack.enter_context(closing(await listen(Address("127.0.0.1", 0))))
+            return Server(nursery, queues, room, tls, limits)
 
         yield start
 

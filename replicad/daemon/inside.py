@@ -7,12 +7,13 @@ service that speaks another protocol serves its clients in the same way: as a se
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from replicad.daemon.places import Asker
 from replicad.errors import ConnectionLost
 
 if TYPE_CHECKING:
@@ -25,13 +26,13 @@ Serve = Callable[[trio.abc.Stream, str, "ClientAccess | None"], Awaitable[object
 class PageRequest:
     """Asks for at most `limit` rows of a stream after `token` (or the word EARLIEST), for a client with that access.
 
-    `client`: clients with different values take turns for connections to Postgres.
+    `asker`: whose turn it is to use a connection to Postgres.
     """
 
     stream: str
     token: str
     limit: int
-    client: Hashable
+    asker: Asker
     access: ClientAccess
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outlet import Piece
+from replicad.daemon.places import Asker
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.states import CloseReason
@@ -81,6 +82,10 @@ class Peer(Protocol):
     @property
     def identity(self) -> str:
         """The client's name and number, as shown in lists and leases."""
+
+    @property
+    def asker(self) -> Asker:
+        """The client as one of those who wait in turn. Its crowd is its name in the access file, or its address."""
 
     @property
     def log(self) -> Any:

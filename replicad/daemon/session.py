@@ -24,6 +24,7 @@ from replicad.daemon.deadlines import EARLY
 from replicad.daemon.hub import Hub
 from replicad.daemon.inlet import Inlet
 from replicad.daemon.outbox import Outbox
+from replicad.daemon.places import Asker
 from replicad.daemon.service import HangUp
 from replicad.errors import ProtocolError
 from replicad.groups import Reporting
@@ -126,6 +127,11 @@ class Session(Answering):
     def _address(self) -> str:
         """Without the port; of IPv6 the network, as `network_of` has it."""
         return network_of(self.peer.rpartition(":")[0].strip("[]"))
+
+    @property
+    def asker(self) -> Asker:
+        """`Peer.asker`."""
+        return Asker(self.access.name or self._address, self.number)
 
     def view(self, now: float) -> ClientView:
         """What is shown of the client."""

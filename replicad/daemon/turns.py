@@ -13,7 +13,7 @@ from collections.abc import Hashable
 
 import trio
 
-from replicad.daemon.places import Places
+from replicad.daemon.places import Asker, Places
 
 try:  # what `trio.testing` exports; importing that one imports pytest too, where it is installed
     from trio._core import wait_all_tasks_blocked  # type: ignore[attr-defined]
@@ -34,9 +34,9 @@ class Turns:
         self._patience = patience
         self._queue = Places(1)
 
-    async def next(self, client: Hashable = None) -> None:
-        """Wait for the next turn. `client`: each of them gets a turn before any gets another."""
+    async def next(self, crowd: Hashable = None) -> None:
+        """Wait for the next turn. `crowd`: each of them gets a turn before any gets another."""
         self.waits += 1
-        async with self._queue.place(client):
+        async with self._queue.place(Asker(crowd)):
             with trio.move_on_after(self._patience):
                 await wait_all_tasks_blocked()

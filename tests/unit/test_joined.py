@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from replicad.daemon.joined import Joined
+
+CALLERS, TURNS = 50, 10
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=20))
@@ -96,3 +99,22 @@ async def test_a_run_that_is_cancelled_answers_nobody(autojump_clock: MockClock)
     assert tries == 2
     with pytest.raises(trio.TooSlowError), trio.fail_after(0.5):
         await joined()
+
+
+async def test_all_callers_of_a_run_go_on_as_soon_as_it_has_ended() -> None:
+    ended = trio.Event()
+    joined = Joined(ended.wait)
+    served: list[int] = []
+
+    async def call(number: int) -> None:
+        await joined()
+        served.append(number)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(CALLERS):
+            nursery.start_soon(call, number)
+        await trio.testing.wait_all_tasks_blocked()
+        ended.set()
+        for _ in range(TURNS):
+            await trio.lowlevel.checkpoint()
+        assert len(served) == CALLERS

@@ -10,7 +10,7 @@ import trio
 from replicad.daemon.access import names_of
 from replicad.daemon.by_address import ByAddress, network_of
 from replicad.daemon.hub import Hub
-from replicad.daemon.places import Places
+from replicad.daemon.places import Asker, Places
 
 SHARE = 0.75  # of the places: so many may be held for one address
 
@@ -29,11 +29,11 @@ class Desk:
             slowest = self._slow.oldest(crowded)
             if number > 1 and crowded != guest.address and slowest is not None:
                 slowest.give_way()
-        await self._places.take(guest.address)
+        await self._places.take(Asker(guest.address))
 
     def give(self, guest: Guest) -> None:
         """Give a place back."""
-        self._places.give(guest.address)
+        self._places.give(Asker(guest.address))
 
     @contextmanager
     def waiting(self, guest: Guest) -> Iterator[None]:

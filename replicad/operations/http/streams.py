@@ -13,6 +13,7 @@ import structlog
 import trio
 
 from replicad.daemon.inside import PageRequest, RowPage
+from replicad.daemon.places import Asker
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError
 from replicad.operations.http.browsers import KEPT
@@ -102,10 +103,10 @@ class Rows(Page):
         pages = self.host.inside.pages
         if pages is None:
             raise Problem("stream_refused", "this daemon serves no streams")
-        client = caller.name or request.guest.address
+        asker = Asker(caller.name or request.guest.address)
         with trio.move_on_after(LONGEST) as scope:
             await request.guest.take_place()
-            page = await pages.page(PageRequest(name, token, limit, client, caller.access))
+            page = await pages.page(PageRequest(name, token, limit, asker, caller.access))
         if scope.cancelled_caught:
             raise Problem("timed_out", f"no page could be read within {LONGEST:g} s; try again")
         tag = _tag(page)

@@ -1,14 +1,13 @@
 """Reads pieces for all clients that catch up, on a bounded number of connections.
 
-Clients that need the same rows wait for one read. Who waits for a connection waits in turn by client. No connection is
-held while a socket is full.
+Clients that need the same rows wait for one read. Who waits for a connection waits in turn by crowd and client
+(`places`). No connection is held while a socket is full.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -17,7 +16,7 @@ import trio
 
 from replicad.config.limits import Limits
 from replicad.daemon.clients import Following
-from replicad.daemon.places import Places
+from replicad.daemon.places import Asker, Places
 from replicad.errors import DatabaseError
 from replicad.streams.row_pieces import Bounds, Piece, Segment, read_piece
 from replicad.streams.serving.feed import Feed
@@ -62,12 +61,12 @@ class CatchupLimits:
 
 @dataclass(eq=False, slots=True)
 class Reading:
-    """One read under way: of (after, upto] up to the bounds, begun for `client`.
+    """One read under way: of (after, upto] up to the bounds, begun for `asker`.
 
     `claim`: the ids below it are expected to be in the piece, so who needs one of them waits.
     """
 
-    client: Hashable
+    asker: Asker
     shelf: Shelf
     segment: Segment
     after: int
@@ -174,7 +173,7 @@ class Catchups:
         """A client takes a part of the piece now."""
         self._cache.use(piece, trio.current_time())
 
-    def ask(self, client: Hashable, feed: Feed, segment: Segment, after: int, size: int) -> Reading | None:
+    def ask(self, asker: Asker, feed: Feed, segment: Segment, after: int, size: int) -> Reading | None:
         """Begin to read what follows `after`, about `size` bytes, if no piece has it; None if one has. The caller calls
         `leave` when it no longer waits for it.
         """
@@ -194,7 +193,7 @@ class Catchups:
         claim = min(upto, after + row_limit * shelf.ids_per_row)
         blocks = shelf.blocks(segment, row_limit, self.limits.sizes.block)
         bounds = Bounds(row_limit, min(size, self.largest), blocks)
-        reading = Reading(client, shelf, segment, after, upto, bounds, claim, waiting=1)
+        reading = Reading(asker, shelf, segment, after, upto, bounds, claim, waiting=1)
         readings.append(reading)
         self._nursery.start_soon(self._read, reading, feed)
         return reading
@@ -205,13 +204,13 @@ class Catchups:
         if not reading.waiting and not reading.begun:
             reading.scope.cancel()
 
-    async def piece(self, client: Hashable, feed: Feed, segment: Segment, after: int, size: int) -> Piece:
+    async def piece(self, asker: Asker, feed: Feed, segment: Segment, after: int, size: int) -> Piece:
         """The piece with the rows that follow `after`, from memory or from Postgres.
 
         Raises what `RowSource.copy_range` raises, for the row that follows `after`.
         """
         while True:
-            reading = self.ask(client, feed, segment, after, size)
+            reading = self.ask(asker, feed, segment, after, size)
             if reading is None:
                 piece = self.shelf(feed).find(segment, after, trio.current_time())
                 assert piece is not None
@@ -230,7 +229,7 @@ class Catchups:
         shelf = reading.shelf
         try:
             with reading.scope:
-                async with self.places.place(reading.client):
+                async with self.places.place(reading.asker):
                     reading.begun = True
                     began = trio.current_time()
                     rows = feed.catchup_rows(shelf.stream)

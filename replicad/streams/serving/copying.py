@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import trio
 
+from replicad.daemon.places import Asker
 from replicad.daemon.service import HangUp, Peer
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TableReplaced
 from replicad.protocol.states import CloseReason
@@ -23,10 +24,10 @@ GROWTH = 4  # a piece is at most so many times as large as the one before
 
 
 class Takes(Protocol):
-    """Who is sent the rows. `client`: clients with different values take turns for connections to Postgres."""
+    """Who is sent the rows. `asker`: whose turn it is to use a connection to Postgres."""
 
     @property
-    def client(self) -> Hashable: ...
+    def asker(self) -> Asker: ...
 
     async def send(self, stream: str, *pieces: bytes, to_go: float) -> None: ...
 
@@ -36,7 +37,7 @@ class Taking:
 
     def __init__(self, peer: Peer, pace: int, seconds: float) -> None:
         """`pace`: the fewest bytes a second over `seconds`; 0: no bound."""
-        self.client = peer.number
+        self.asker = peer.asker
         self._peer = peer
         self._pace = pace
         self._seconds = seconds
@@ -91,7 +92,7 @@ class Copying:
         self.reached = reached
         self.others_after = others_after
         self._catchups = catchups
-        self._client = taking.client
+        self._asker = taking.asker
         self._taking = taking
         self.feed = feed
         self.linear = linear
@@ -127,7 +128,7 @@ class Copying:
             await self._send_positions(before, seen)
             raise
         except (DatabaseError, RowTooLong) as error:
-            async with self._catchups.places.place(self._client):
+            async with self._catchups.places.place(self._asker):
                 stopped = await copier.blame(self.reached, upto, error, self.others_after)
             if stopped is None and isinstance(error, RowTooLong):
                 raise DatabaseError(f"a row of {feed.name} changed while it was read") from error
@@ -167,12 +168,12 @@ class Copying:
             while at < segment.upto:
                 if feed.stream.epoch != epoch:
                     return False
-                piece = await catchups.piece(self._client, feed, segment, at, self._size)
+                piece = await catchups.piece(self._asker, feed, segment, at, self._size)
                 if ahead is not None:
                     catchups.leave(ahead)
                     ahead = None
                 if self._size > catchups.limits.sizes.smallest and piece.upto < segment.upto:
-                    ahead = catchups.ask(self._client, feed, segment, piece.upto, self._size)
+                    ahead = catchups.ask(self._asker, feed, segment, piece.upto, self._size)
                 at = self._at = await self._send_piece(piece, segment, at, seen)
         finally:
             if ahead is not None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import trio
 
 from replicad.daemon.inside import PageRequest, RowPage
+from replicad.daemon.joined import Joined
+from replicad.daemon.places import Asker
 from replicad.errors import RowUnreadable, StreamRefused, TableReplaced
 from replicad.protocol.tokens import Vector
 from replicad.streams.chunks import HEAD, line_token
@@ -38,9 +40,9 @@ class _Full(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Building:
-    """A page that is kept, or is being built by the task that holds the lock."""
+    """A page that is kept, or is being built for all who ask for it."""
 
-    lock: trio.Lock = field(default_factory=trio.Lock)
+    built: Joined[RowPage]
     page: RowPage | None = None
     began: float = float("-inf")  # when the last build began
     state: tuple[Stream, int] | None = None  # of the stream; a page of another generation or row expression is void
@@ -59,8 +61,8 @@ class _Building:
 class _Ids:
     """Takes the lines of a catch-up until a page is full: the lines of each id, ids ascending."""
 
-    def __init__(self, client: Hashable, rows: int) -> None:
-        self.client = client
+    def __init__(self, asker: Asker, rows: int) -> None:
+        self.asker = asker
         self.ids: list[int] = []
         self.lines: list[list[bytes]] = []
         self._rows = rows
@@ -129,22 +131,27 @@ class RowPages:
         access = wanted.access
         feed = await self._publisher.find(wanted.stream, access.lists if access.limited else lambda _: True)
         key = (feed.name, wanted.token, wanted.limit)
-        building = self._kept.setdefault(key, _Building())
+        building = self._kept.get(key)
+        if building is None:
+            building = self._kept[key] = _Building(Joined(self._renewed))
         self._kept.move_to_end(key)
         building.waiting += 1
-        arrived = trio.current_time()
         try:
-            async with building.lock:
-                page = building.valid(feed, arrived)
-                if page is None:
-                    self._put(key, building, None)
-                    building.state, building.began = (feed.stream, feed.late_rows), trio.current_time()
-                    page = await self._build(feed, wanted)
-                    self._put(key, building, page)
-                return page
+            page = building.valid(feed, trio.current_time())
+            return await building.built(key, building, feed, wanted) if page is None else page
         finally:
             building.waiting -= 1
             self._forget(key, building)
+
+    async def _renewed(self, key: Hashable, building: _Building, feed: Feed, wanted: PageRequest) -> RowPage:
+        """The page, built now unless the one that is there is valid still."""
+        page = building.valid(feed, trio.current_time())
+        if page is None:
+            self._put(key, building, None)
+            building.state, building.began = (feed.stream, feed.late_rows), trio.current_time()
+            page = await self._build(feed, wanted)
+            self._put(key, building, page)
+        return page
 
     def _put(self, key: Hashable, building: _Building, page: RowPage | None) -> None:
         """Replace a page. One that has been dropped meanwhile is not counted."""
@@ -183,12 +190,12 @@ class RowPages:
         channel = feed.channel
         command = Replicate(feed.name, wanted.token)
         token = None if wanted.token == "EARLIEST" else Vector.parse(wanted.token)  # noqa: S105 - no secret
-        start, others_after = await self._starts.in_present(feed, command, channel, wanted.client)
+        start, others_after = await self._starts.in_present(feed, command, channel, wanted.asker)
         epoch = feed.epoch(channel)
         assert others_after is not None
         begin = others_after if token is None else token.minimum
         upto = max(begin, feed.sent_upto)
-        taken = _Ids(wanted.client, wanted.limit)
+        taken = _Ids(wanted.asker, wanted.limit)
         copying = Copying(self._catchups, taken, feed, start, others_after, linear=False)
         closed, stopped = False, None
         try:

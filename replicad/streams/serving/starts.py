@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import trio
 
 from replicad.daemon.journal import Channel
+from replicad.daemon.places import Asker
 from replicad.errors import TokenAhead, TokenExpired
 from replicad.streams.commands import Replicate
 from replicad.streams.serving.beginnings import at_of, is_ahead, parse_token, token_of
@@ -25,10 +26,10 @@ class Starts:
         self._pace = pace
 
     async def in_present(
-        self, feed: Feed, command: Replicate, channel: Channel, client: Hashable
+        self, feed: Feed, command: Replicate, channel: Channel, asker: Asker
     ) -> tuple[Mapping[str, int], int | None]:
         """`start_of` in the generation that was sent to readers of the channel last; repeated if that changes. A token
-        of an unknown generation may come from another daemon that found a fork first. `client`: who waits in turn.
+        of an unknown generation may come from another daemon that found a fork first. `asker`: who waits in turn.
 
         Raises:
             BadToken, TokenAhead, TokenExpired: the message says which token to use.
@@ -43,12 +44,12 @@ class Starts:
                 raise TokenAhead(f"stream {feed.name} goes over to generation {feed.stream.epoch}; try again")
         while True:
             epoch = feed.epoch(channel)
-            start = await self._start_of(feed, command, channel, client)
+            start = await self._start_of(feed, command, channel, asker)
             if feed.epoch(channel) == epoch:
                 return start
 
     async def _start_of(
-        self, feed: Feed, command: Replicate, channel: Channel, client: Hashable
+        self, feed: Feed, command: Replicate, channel: Channel, asker: Asker
     ) -> tuple[Mapping[str, int], int | None]:
         """The position of each writer where the reader begins, and that of the writers that are not listed."""
         if command.token in (None, "NOW"):
@@ -66,7 +67,7 @@ class Starts:
         lowest = min(start.values(), default=token.minimum)
         if token.minimum < lowest and not command.linear:
             # Writers that are no longer listed may have rows between the two. Listed again, they have positions there.
-            async with self._catchups.places.place(client):
+            async with self._catchups.places.place(asker):
                 await feed.list_writers_between(token.minimum, lowest)
             start = {instance: at_of(feed, token, instance) for instance in channel.boundary.positions}
         if is_ahead(feed, token, channel.boundary.positions):

@@ -181,7 +181,7 @@ class Subscriptions:
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel
-        start = await self._starts.in_present(feed, command, channel, self._session.number)
+        start = await self._starts.in_present(feed, command, channel, self._session.asker)
         if channel.held is not None and start[0] == channel.boundary.positions:
             raise channel.held.copy()
         await self._require_still(name)

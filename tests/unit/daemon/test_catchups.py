@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from replicad.daemon.places import Asker
 from replicad.daemon.service import HangUp
 from replicad.errors import DatabaseError, TokenExpired
 from replicad.protocol.states import CloseReason
@@ -72,7 +73,7 @@ class Socket:
     """A peer that takes `speed` bytes a second."""
 
     def __init__(self, number: int, speed: float = float("inf")) -> None:
-        self.number = number
+        self.asker = Asker("127.0.0.1", number)
         self.speed = speed
         self.lines: list[str] = []
 

@@ -12,6 +12,7 @@ import trio
 from replicad import features
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import daemon
+from replicad.daemon.access import AccessControl
 from replicad.daemon.daemon import Pace as DaemonPace
 from replicad.daemon.hub import Hub
 from replicad.daemon.relay import Relay, RelayKey
@@ -55,7 +56,8 @@ class Daemon:
     publisher: Publisher
     tubes: TubeService
     presence: PresenceService
-    reload: Callable[[], bool]
+    reload: Callable[[], Awaitable[bool]]
+    access: AccessControl
     http: Address | None = None
     redis: RedisWork | None = None
 
@@ -90,6 +92,7 @@ async def open_daemon(
             cast(TubeService, running.services["tubes"]),
             cast(PresenceService, running.services["presence"]),
             running.reload,
+            running.access,
             None if settings.http is None else cast(Http, running.services["http"]).server.addresses[0],
             cast(RedisService, running.services["redis"]).work,
         )

@@ -58,10 +58,6 @@ class Rule:
 
     verb: str
     pattern: str | None = None
-    _matches: Callable[[str], object] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_matches", _glob(self.pattern or ANY))
 
     def covers(self, verb: str, name: str | None) -> bool:
         """Whether the line is about this verb and name. `name` None: the verb takes none."""
@@ -69,7 +65,7 @@ class Rule:
             return False
         if name is None or self.pattern is None:  # `relay` is about no name, and `*` about all
             return self.pattern is None and (name is None or self.verb == ANY)
-        return self._matches(name) is not None
+        return _glob(self.pattern)(name) is not None  # the decision is kept, so that this is rarely asked
 
     def __str__(self) -> str:
         return self.verb if self.pattern is None else f"{self.verb} {self.pattern}"

@@ -146,16 +146,26 @@ class AccessControl:
         log.error("access_unchanged", **fields, **({} if known else {"exc_info": error}))
         self._troubles.begin(*PLACE, f"reading it again failed, so nothing was changed: {why}", code=code)
 
+    def changes(self, found: AccessFile | None) -> dict[str, str]:
+        """The clients that are others in a file that was read again: `added`, `changed` or `removed`. For a thread."""
+        before = self.known.clients
+        now = before if found is None else found.clients
+        return {
+            name: "removed" if name not in now else "changed" if name in before else "added"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        }
+
+    def connections_of(self, name: str) -> int:
+        """How many connections a client has."""
+        return len(self._connected.get(name, ()))
+
     def replace(self, found: AccessFile | None, browsers: BrowserKeys | None = None) -> None:
         """Use what was read from now on, also for the open connections."""
         self._troubles.end(*PLACE)
         self._browsers = browsers
-        before, self.known = self.known.clients, found or self.known
+        self.known = found or self.known
         now = self.known.clients
-        for name in sorted(before.keys() | now.keys()):
-            if before.get(name) != now.get(name):
-                how = "removed" if name not in now else "changed" if name in before else "added"
-                log.info("access_changed", client=name, change=how, connected=len(self._connected.get(name, ())))
         for name, connections in list(self._connected.items()):
             for connection in list(connections):
                 connection.renew(self._of_browser(connection) if name.startswith(BROWSER) else now.get(name))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import shlex
+import ssl
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from tempfile import mkstemp
 import structlog
 import trio
 
+from replicad.config.access import AccessFile
+from replicad.config.browser_tokens import BrowserKeys
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import cuts
 from replicad.daemon.accept_queues import FILES, AcceptQueues, listen
@@ -55,6 +59,8 @@ from replicad.protocol.commands import CORE, Error, Server
 from replicad.protocol.states import CloseReason
 
 Recover = Callable[[], Awaitable[None]]
+SWITCH = 0.0005  # seconds
+LOGGED = 50  # changes of an access file in a turn of the event loop
 log = structlog.get_logger()
 
 
@@ -112,8 +118,8 @@ async def _serve_until_signal(
     stop = trio.Event()
     running: list[Daemon] = []
 
-    def reload() -> bool:
-        return sum(daemon.reload() for daemon in running) > 0
+    async def reload() -> bool:
+        return any([await daemon.reload() for daemon in running])
 
     async with trio.open_nursery() as nursery:
         await nursery.start(stop_on_signal, stop.set, reload)
@@ -175,7 +181,8 @@ class Daemon:
     relay: Relay
     troubles: Troubles
     services: Mapping[str, Service]
-    reload: Callable[[], bool]
+    access: AccessControl
+    reload: Callable[[], Awaitable[bool]]
 
 
 @asynccontextmanager
@@ -243,7 +250,7 @@ async def open_daemon(
                 _log_ready(settings, addresses, summary)
                 with _ready_file(settings.ready_file, addresses[0]):
                     reload = partial(_reload, settings, entrance)
-                    yield Daemon(addresses, host.hub, host.relay, host.troubles, services, reload)
+                    yield Daemon(addresses, host.hub, host.relay, host.troubles, services, host.access, reload)
             nursery.cancel_scope.cancel()
 
 
@@ -316,28 +323,63 @@ class _Entrance:
     inside: Inside
 
 
-def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
-    """Read the access file and the certificates again. If one of them cannot be used, nothing is changed."""
+@dataclass(frozen=True, slots=True)
+class _Reread:
+    """What was read again, and which clients are others than before."""
+
+    tls: ssl.SSLContext | None
+    access: AccessFile | None
+    browsers: BrowserKeys | None
+    changes: Mapping[str, str]  # of clients
+
+
+async def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
+    """Read the access file and the certificates again. If one of them cannot be used, nothing is changed.
+
+    A thread reads and checks them: thousands of clients take seconds, in which other clients are served.
+    """
     access, handshakes = entrance.access, entrance.handshakes
     if not access.rereads and handshakes is None:
         return False
-    try:
+
+    def read() -> _Reread:
         _refuse_pipes(settings)
-        tls, found, browsers = settings.ssl_context(), access.read_file(), access.read_browsers()
+        with _frequent_switches():
+            tls, found = settings.ssl_context(), access.read_file()
+            return _Reread(tls, found, access.read_browsers(), access.changes(found))
+
+    try:
+        again = await trio.to_thread.run_sync(read, abandon_on_cancel=True)
     except Exception as error:  # noqa: BLE001 - whatever it is, the daemon goes on with what it has
         access.keep(error)
         return True
+    connected = {client: access.connections_of(client) for client in again.changes}
     with entrance.hub.troubles.contain_and_record("service", "access", "reload"):
-        if handshakes is not None and tls is not None:
-            handshakes.use(tls)
-        access.replace(found, browsers)
+        if handshakes is not None and again.tls is not None:
+            handshakes.use(again.tls)
+        access.replace(again.access, again.browsers)
+    for number, (client, change) in enumerate(again.changes.items()):
+        if number % LOGGED == 0:
+            await trio.lowlevel.checkpoint()
+        log.info("access_changed", client=client, change=change, connected=connected[client])
     log.info(
         "reloaded",
-        clients=None if found is None else len(found.clients),
-        certificates=tls is not None,
-        browser_keys=None if browsers is None else len(browsers.keys),
+        clients=None if again.access is None else len(again.access.clients),
+        certificates=again.tls is not None,
+        browser_keys=None if again.browsers is None else len(again.browsers.keys),
     )
     return True
+
+
+@contextmanager
+def _frequent_switches() -> Iterator[None]:
+    """For the block, in which a thread computes: the event loop waits for the interpreter for a tenth of the usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _refuse_pipes(settings: ServerSettings) -> None:

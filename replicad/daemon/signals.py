@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import structlog
@@ -52,25 +52,47 @@ def uninterruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+async def _nothing_to_reload() -> bool:
+    return False
+
+
 async def stop_on_signal(
     stop: Callable[[], None],
-    reload: Callable[[], bool] = lambda: False,
+    reload: Callable[[], Awaitable[bool]] = _nothing_to_reload,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Call `stop` for each signal that asks for it, and log the others, until cancelled.
 
-    `reload` is called for SIGHUP; it returns whether there was anything to read.
+    `reload` is called for SIGHUP; it returns whether there was anything to read. Signals during it lead to one more
+    call of it, and delay no stop.
     """
     stopping = {number for number in (*STOPPING, *HARMLESS) if _stops(number)}  # now: isatty() fails once it is closed
-    with trio.open_signal_receiver(*STOPPING, *_handled()) as signals:
-        task_status.started()
-        async for number in signals:  # signals during the stop are received too, so that they do not end the process
-            name = signal.Signals(number).name
-            if number in stopping:
-                log.info("stopping", signal=name)
-                stop()
-            elif number != signal.SIGHUP or not reload():
-                log.warning("signal_ignored", signal=name, remedy="SIGTERM and SIGINT stop the daemon")
+    hung_up, wanted = trio.open_memory_channel[None](1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_reload_for_each, wanted, reload)
+        with trio.open_signal_receiver(*STOPPING, *_handled()) as signals:
+            task_status.started()
+            async for (
+                number
+            ) in signals:  # signals during the stop are received too, so that they do not end the process
+                if number in stopping:
+                    log.info("stopping", signal=signal.Signals(number).name)
+                    stop()
+                elif number == signal.SIGHUP:
+                    with suppress(trio.WouldBlock):  # the one that waits reads what is there then
+                        hung_up.send_nowait(None)
+                else:
+                    _ignore(number)
+
+
+async def _reload_for_each(wanted: trio.MemoryReceiveChannel[None], reload: Callable[[], Awaitable[bool]]) -> None:
+    async for _ in wanted:
+        if not await reload():
+            _ignore(signal.SIGHUP)
+
+
+def _ignore(number: int) -> None:
+    log.warning("signal_ignored", signal=signal.Signals(number).name, remedy="SIGTERM and SIGINT stop the daemon")
 
 
 def _handled() -> list[signal.Signals]:

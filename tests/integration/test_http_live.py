@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
+from replicad.config.access import AccessFile, read_access
 from replicad.config.settings import ServerSettings
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
@@ -197,11 +200,35 @@ async def test_two_tenants_read_their_own_streams_and_a_right_that_is_withdrawn_
         other = await stack.enter_async_context(event_source(daemon.http, LIVE, **theirs))
         assert (await other.next()).name == "position"
         write("read nothing")
-        assert daemon.reload()
+        assert await daemon.reload()
         refusal = await other.until("refused")
         assert refusal.data["code"] == "forbidden"
         with pytest.raises(EOFError):
             await other.next()
+
+
+async def test_clients_are_served_while_an_access_file_is_read_again(
+    events: Database, start_daemon: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "access.toml"
+    file.write_text(f'[client.ours]\ntoken_sha256 = "{sha256(SECRET.encode()).hexdigest()}"\nallow = "read events"\n')
+    file.chmod(0o600)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def read_slowly(*args: Any) -> AccessFile:
+        begun.set()
+        goes_on.wait(PATIENCE)
+        return read_access(*args)
+
+    async with start_daemon(access_file=file) as daemon, trio.open_nursery() as nursery:
+        monkeypatch.setattr("replicad.daemon.access.read_access", read_slowly)
+        nursery.start_soon(daemon.reload)
+        with trio.fail_after(PATIENCE):
+            while not begun.is_set():
+                await trio.sleep(0.01)
+        page = await ask(daemon.http, "/streams/events/rows", **bearer(f"ours.{SECRET}"))
+        assert (page.status, goes_on.is_set()) == (200, False)
+        goes_on.set()
 
 
 async def test_readers_count_as_clients_and_not_as_requests(events: Database, start_daemon: Start) -> None:

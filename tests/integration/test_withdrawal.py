@@ -1,7 +1,7 @@
 """Access that is withdrawn at any moment of a request: nothing that is written afterwards reaches the client.
 
-A reload runs in one step of a task. So a client can meet it only between two steps of the tasks that serve it, and the
-tests make one between each two of them.
+New rights are given to all connections in one step of a task. So a client can meet that only between two steps of the
+tasks that serve it, and the tests do it between each two of them.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ async def sweep(
         assert number < MOST
         name, way = next(turns)
         write(before)
-        assert daemon.reload()
+        assert await daemon.reload()
         write(way)
         async with connect() as stream, trio.open_nursery() as nursery:
             attempt = Attempt(stream, until)
@@ -130,7 +130,7 @@ async def sweep(
             await trio.testing.wait_all_tasks_blocked()
 
             def withdraw(attempt: Attempt = attempt) -> None:
-                assert daemon.reload()
+                daemon.access.replace(daemon.access.read_file(), daemon.access.read_browsers())
                 attempt.withdrawn = True
                 attempt.over.set()
 

@@ -20,6 +20,7 @@ import trio.testing
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon.arrivals import LIVE
+from replicad.operations.http import wire
 from replicad.operations.http.app import Pages
 from replicad.postgres.bridge import Database, open_database
 from tests.conftest import PATIENCE
@@ -81,17 +82,18 @@ async def test_a_crowd_that_does_not_go_on_keeps_no_other_address_from_an_answer
 
 
 async def test_the_oldest_of_the_crowd_gives_way_and_a_polite_connection_does_not(
-    events: Database, start_daemon: Start
+    events: Database, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(wire, "IDLE", 10 * PATIENCE)  # so that giving way is the only reason for an end
+    request = b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     async with start_daemon(max_newcomers=10) as daemon:
         polite = plain(daemon)
         with polite, crowd(daemon.http, CROWD, b"") as links:
             assert b" 200 " not in await trio.to_thread.run_sync(read_all, links[0])
-            polite.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            assert (await trio.to_thread.run_sync(read_all, polite)).startswith(b"HTTP/1.1 200 OK")
-            last = links[-1]
-            last.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            assert (await trio.to_thread.run_sync(read_all, last)).startswith(b"HTTP/1.1 200 OK")
+            with crowd(daemon.http, 1, b"") as (newest,):  # the order in which those before begin is not theirs
+                for one in (polite, newest):
+                    one.sendall(request)
+                    assert (await trio.to_thread.run_sync(read_all, one)).startswith(b"HTTP/1.1 200 OK")
 
 
 async def test_health_checks_have_places_of_their_own_and_an_address_leaves_some_to_others(

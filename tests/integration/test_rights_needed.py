@@ -72,7 +72,7 @@ OPERATOR = {
     "tube.tube_report": "top --once",
 }
 GRANTED = """
-    SELECT a.table_schema || '.' || a.table_name FROM information_schema.table_privileges a
+    SELECT DISTINCT a.table_schema || '.' || a.table_name FROM information_schema.column_privileges a
     WHERE a.grantee = '{operator}' AND a.privilege_type = 'SELECT' ORDER BY 1
 """
 

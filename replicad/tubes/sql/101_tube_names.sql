@@ -1,13 +1,17 @@
 -- tube_object_name(base, suffix): base || suffix as a name of at most 63 bytes. Postgres would truncate a longer name,
--- and two names could become equal. Here the base is shortened and a hash is added. Writes nothing.
+-- and two names could become equal. Here the base is shortened and a hash is added. Raises
+-- name_too_long for a suffix that leaves no room. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_object_name(base text, suffix text) RETURNS name
 LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT AS $$
 DECLARE
     hash text := '_' || left(md5(base || suffix), 8);
-    kept text := base;
+    kept text := left(base, 63);
 BEGIN
     IF octet_length(base || suffix) <= 63 THEN
         RETURN base || suffix;
+    END IF;
+    IF octet_length(hash || suffix) > 63 THEN
+        RAISE name_too_long USING MESSAGE = format('no name of 63 bytes can end with %L', left(suffix, 80));
     END IF;
     WHILE octet_length(kept || hash || suffix) > 63 LOOP
         kept := left(kept, -1);

@@ -9,7 +9,7 @@ WITH leases AS (
     FROM {schema}.tube_lease l
     JOIN {schema}.tube_registry r ON r.tube = l.tube AND r.partitions % l.partitions = 0
     CROSS JOIN LATERAL generate_series(l.partition, r.partitions - 1, l.partitions) AS p (partition)
-    ORDER BY r.tube, p.partition, l.term DESC
+    ORDER BY r.tube, p.partition, l.beat DESC
 ), backfills AS (
     SELECT r.tube, b.shard % r.partitions AS partition, sum(b.ids)::bigint AS done, sum(b.approx_ids)::bigint AS total
     FROM {schema}.tube_backfill b JOIN {schema}.tube_registry r USING (tube) WHERE NOT b.finished GROUP BY 1, 2

@@ -50,11 +50,16 @@ class Reader:
         self.bodies: Counter[str] = Counter()
         self.rows = 0
         self._batch: list[str] = []
-        self._ids: dict[int, list[str]] = {}
+        self.ids: dict[int, list[str]] = {}
 
     async def read_until(self, done: Callable[[set[int]], bool]) -> None:
         """Read until the ids that it has are those that it should have."""
-        while not done(set(self._ids)):
+        while not done(set(self.ids)):
+            self.take(await self.nc.line())
+
+    async def read_both(self, first: int, last: int) -> None:
+        """Read until it has these two ids."""
+        while not (first in self.ids and last in self.ids):
             self.take(await self.nc.line())
 
     def take(self, line: str) -> None:
@@ -62,11 +67,11 @@ class Reader:
             self.rows += 1
             self._batch.append(row.group(2))
             if row.group(1) != "batch":
-                self._ids[int(row.group(1))] = self._batch
+                self.ids[int(row.group(1))] = self._batch
                 self._batch = []
         elif line.startswith("POSITION events"):
             _, _, _, before, now = line.split()
-            self._ids = {id: rows for id, rows in self._ids.items() if int(now) >= int(before) or id <= int(now)}
+            self.ids = {id: rows for id, rows in self.ids.items() if int(now) >= int(before) or id <= int(now)}
 
 
 async def write(events: Database, rows: int) -> None:
@@ -254,9 +259,9 @@ async def test_what_is_skipped_trimmed_removed_changed_or_shares_an_id_is_no_los
             "INSERT INTO events (id, body) SELECT currval('events_id_seq'), '3' FROM generate_series(1, 5)"
         )
         await database.execute("INSERT INTO events (body) VALUES ('4'), ('5'), ('6'), ('7')")
+        await nc.until("RDATA events master 12 .*")  # what is removed below was sent
         await database.execute("SELECT replicad.stream_skip_id('events', 2, 'in the way')")
         await database.execute("DELETE FROM events WHERE id IN (3, 9); UPDATE events SET body = '0' WHERE id = 4")
-        await nc.until("RDATA events master 12 .*")
         await settled(daemon, 15)
         await database.execute("SELECT replicad.stream_trim('events', 4)")
         await database.execute("INSERT INTO events (body) SELECT '8' FROM generate_series(1, 300)")
@@ -278,6 +283,36 @@ async def test_a_fork_makes_what_was_sent_above_the_shared_position_void(
         await nc.until("RDATA events master 20 .*")
         await settled(daemon, 20)
     assert daemon.publisher.feeds["events"].tally.skipped == 0
+
+
+@pytest.mark.parametrize("rows", [1, 20_000])
+async def test_rows_that_turn_up_far_below_the_position_are_delivered(
+    events: Database, daemon: Daemon, netcat: Connect, rows: int
+) -> None:
+    """The ids there were compared with what was sent long ago. A row has an id of its own, or many come in bulk."""
+    await events.execute(  # one transaction
+        "INSERT INTO events (body) SELECT '1' FROM generate_series(1, 60000);"
+        f"DELETE FROM events WHERE id BETWEEN 5000 AND {5000 + rows - 1}"
+    )
+    async with netcat() as nc:
+        reader = Reader(nc)
+        await nc.send("REPLICATE events EARLIEST")
+        with trio.fail_after(PATIENCE):
+            await reader.read_both(1, 60_000)
+            while not far_counted(daemon, 50_000):
+                await trio.sleep(0.05)
+        await events.execute("INSERT INTO events SELECT 5000 + g, '2' FROM generate_series(0, $1 - 1) AS g", rows)
+        with trio.fail_after(PATIENCE):
+            await reader.read_both(5000, 60_000)
+        assert len(reader.ids) == 60_000
+    assert daemon.publisher.feeds["events"].tally.skipped == rows
+    assert "Readers are sent back to token 4999" in (daemon.troubles.why("stream", "events") or "")
+
+
+def far_counted(daemon: Daemon, upto: int) -> bool:
+    """Whether the audit has counted the rows up to an id."""
+    seen = daemon.publisher.audit._seen.get("events")
+    return seen is not None and seen.ranges.upto >= upto and all(one.rows is not None for one in seen.ranges.ranges)
 
 
 @pytest.mark.parametrize("paces", [Paces(streams=replace(QUICK.streams, kept_look=0.0))])

@@ -17,8 +17,10 @@ from replicad.streams.registry import Stream
 from replicad.streams.serving.audit import Audit
 from replicad.streams.serving.lane import Lane
 from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.ranges import CountedRange
 from replicad.streams.serving.stretches import Tally
 from replicad.streams.serving.windows import PostgresWindows
+from tests.conftest import PATIENCE
 
 PLAIN = "CREATE TABLE events (id bigserial PRIMARY KEY, body text)"
 PARTITIONED = (
@@ -45,6 +47,25 @@ class Watch:
     def __init__(self, db: Database, feed: Feed, pace: Pace) -> None:
         self.db, self.feed, self.troubles = db, feed, Troubles()
         self.late = Audit(PostgresWindows(db, pace.late_rows, "replicad"), {"events": feed}, self.troubles, pace)
+
+    @property
+    def said(self) -> str:
+        """What is shown of the stream."""
+        return self.troubles.why("stream", "events") or ""
+
+    async def counted(self, told: int) -> None:
+        """Look until each range was counted at least once from now on."""
+        with trio.fail_after(PATIENCE):
+            await self.look(told)
+            while any(one.rows is None for one in self.ranges):
+                await self.look(told)
+            for _ in self.ranges:  # each look counts one of them at least
+                await self.look(told)
+
+    @property
+    def ranges(self) -> list[CountedRange]:
+        """What the audit knows of the rows far below the position."""
+        return list(self.late._seen["events"].ranges.ranges)
 
     async def look(self, told: int) -> str | None:
         """A look after everything up to `told` was sent; what is shown of the stream."""
@@ -97,7 +118,7 @@ async def test_the_window_is_narrower_where_ids_have_many_rows(database: Databas
     await database.execute("INSERT INTO events VALUES (99), (50)")
     why = await events.look(100)
     assert why is not None
-    assert "ids 99:" in why
+    assert "ids 50, 99:" in why, "the one is in the window, the other in a range below it"
 
 
 async def test_rows_that_come_in_order_or_are_changed_are_none(database: Database) -> None:
@@ -119,9 +140,10 @@ async def test_a_partition_that_is_attached_with_rows_in_it_has_words_of_its_own
     assert await events.look(20000) is None
     await database.execute(
         "CREATE TABLE archive (LIKE events); INSERT INTO archive SELECT g, 'old' FROM generate_series(5, 14) AS g;"
-        "INSERT INTO archive VALUES (19999, 'old'); ALTER TABLE events ATTACH PARTITION archive FOR VALUES IN ('old');"
-        "INSERT INTO events VALUES (15000, 'a')"
+        "INSERT INTO archive VALUES (19999, 'old')"
     )
+    await database.execute("ALTER TABLE events ATTACH PARTITION archive FOR VALUES IN ('old')")
+    await database.execute("INSERT INTO events VALUES (15000, 'a')")
     why = await events.look(20000)
     assert why is not None
     assert (
@@ -132,6 +154,104 @@ async def test_a_partition_that_is_attached_with_rows_in_it_has_words_of_its_own
     assert "detach public.archive" in why
     assert "ids 15000:" in why  # and the late row elsewhere is not hidden by it
     assert events.feed.late_rows == 12
+
+
+@pytest.mark.parametrize("kind", ["partition", "heir"])
+async def test_rows_that_were_written_in_the_transaction_that_attached_their_table_are_late_rows(
+    database: Database, kind: str
+) -> None:
+    events = await watch(database, PARTITIONED if kind == "partition" else PLAIN)
+    await database.execute("INSERT INTO events (body) SELECT 'a' FROM generate_series(1, 20000)")
+    assert await events.look(20000) is None
+    await database.execute(
+        "CREATE TABLE new (LIKE events); INSERT INTO new VALUES (7, 'new'), (19999, 'new');"
+        "ALTER TABLE events ATTACH PARTITION new FOR VALUES IN ('new')"
+        if kind == "partition"
+        else "CREATE TABLE new () INHERITS (events); INSERT INTO new VALUES (7, 'new'), (19999, 'new')"
+    )
+    why = await events.look(20000)
+    assert why is not None
+    assert "2 rows turned up at or below position 20000 of stream events, among the ids 7 to 19999" in why
+    assert "was attached" not in why
+    await events.counted(20000)
+    assert events.feed.late_rows == 2, "each once"
+
+
+FAR = 100_000  # the position in the tests of rows far below it
+GAP = "INSERT INTO events SELECT g FROM generate_series(1, 100000) AS g WHERE g NOT BETWEEN 20001 AND 50000"
+
+
+async def far_below(database: Database) -> Watch:
+    """A stream whose rows were all counted, with a gap far below its position."""
+    events = await watch(database, PLAIN)
+    await database.execute(GAP)
+    await events.counted(FAR)
+    assert events.troubles.why("stream", "events") is None
+    return events
+
+
+async def test_a_row_far_below_the_position_is_found_named_and_reported_once(database: Database) -> None:
+    events = await far_below(database)
+    await database.execute("INSERT INTO events VALUES (50000)")
+    await events.counted(FAR)
+    assert "1 row turned up at or below position 100000 of stream events, with the ids 50000:" in events.said
+    assert "token 49999" in events.said
+    await events.counted(FAR)
+    assert events.feed.late_rows == 1
+    await database.execute("INSERT INTO events VALUES (20001), (20002)")
+    await events.counted(FAR)
+    assert "with the ids 20001, 20002:" in events.said
+    assert events.feed.late_rows == 3
+
+
+@pytest.mark.parametrize("rows", [30_000, 29_999])
+async def test_rows_that_are_inserted_in_bulk_far_below_the_position_are_found(database: Database, rows: int) -> None:
+    events = await far_below(database)
+    await database.execute("UPDATE events SET body = 'x' WHERE id <= $1", 30_000 - rows)
+    await database.execute("INSERT INTO events SELECT g FROM generate_series(50000 - $1 + 1, 50000) AS g", rows)
+    await events.counted(FAR)
+    assert events.feed.late_rows == rows
+    assert f"{rows:,} rows turned up" in events.said
+
+
+async def test_more_rows_than_can_be_named_are_found_far_below_the_position(database: Database) -> None:
+    events = await watch(database, "CREATE TABLE events (id bigserial, body text); CREATE INDEX ON events (id)")
+    await database.execute(GAP)
+    await events.counted(FAR)
+    await database.execute("INSERT INTO events SELECT 20001 + g % 30000 FROM generate_series(0, 299999) AS g")
+    await events.counted(FAR)
+    assert events.feed.late_rows >= 100_000
+    await events.counted(FAR)
+    before = events.feed.late_rows
+    await database.execute("INSERT INTO events VALUES (3)")
+    await events.counted(FAR)
+    assert events.feed.late_rows == before + 1
+
+
+async def test_what_is_removed_or_changed_far_below_the_position_is_no_late_row_and_hides_none(
+    database: Database,
+) -> None:
+    events = await far_below(database)
+    await database.execute("DELETE FROM events WHERE id <= 15000; UPDATE events SET body = 'x' WHERE id % 3 = 0")
+    await events.counted(FAR)
+    assert events.troubles.why("stream", "events") is None
+    await database.execute("UPDATE events SET body = 'y' WHERE id > 15000; INSERT INTO events VALUES (3), (30000)")
+    await events.counted(FAR)
+    assert events.feed.late_rows == 2
+    assert "turned up at or below position 100000" in events.said
+
+
+async def test_rows_that_were_looked_at_in_another_history_are_counted_anew(database: Database) -> None:
+    events = await far_below(database)
+    stream = events.feed.stream
+    await database.execute("INSERT INTO events VALUES (30000), (40000)")
+    events.feed.stream = await registry.fork(database, stream, "restarted")  # it shares nothing: nothing was noted
+    events.feed.lineage = (await registry.load_lineages(database))["events"]
+    await events.counted(FAR)
+    assert events.feed.late_rows == 0
+    await database.execute("INSERT INTO events VALUES (30001)")
+    await events.counted(FAR)
+    assert "with the ids 30001:" in events.said
 
 
 async def test_a_child_that_inherits_with_rows_in_it_is_told_and_a_new_empty_partition_is_not(

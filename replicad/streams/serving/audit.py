@@ -3,7 +3,8 @@
 The arguments of docs/positions.md say why no row can be missing at or below a position. Each of them has premises. The
 audit shares none: it counts what went out, and counts a second or more later what is there, by a statement, a snapshot
 and a connection of its own. More rows than were sent: rows were skipped, or came late. In addition the ids of the last
-rows below the position are compared with those of the look before, so that rows that come much later are found, too.
+rows below the position are compared with those of the look before, and the numbers of all rows below these with those
+of earlier looks, so that rows that come much later are found, too.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Audit:
         try:
             async with self._windows.looking(stream) as look:
                 found = Comparison(look, feed, stream, upto, self._seen.get(name), skipped)
-                await found.compare(runs)
+                await found.compare(runs, self._affords(name) // 2)
                 if look.elsewhere is None and self._is_due(name, found, began):
                     kept = await look.lowest()
         finally:
@@ -171,15 +172,19 @@ class Audit:
 
     def _is_due(self, name: str, found: Comparison, now: float) -> bool:
         """Whether the lowest id is to be noted: each minute, and where rows came that may have been gone."""
-        return bool(found.late or found.attached or found.skips) or (
+        return bool(found.late or found.counted_late or found.attached or found.skips) or (
             now >= self._kept_at.get(name, float("-inf")) + self._pace.kept_look
         )
 
-    def _affordable(self, name: str, runs: list[Run]) -> list[Run]:
-        """The last rows of these runs, as many as the share of time allows to be counted."""
+    def _affords(self, name: str) -> int:
+        """How many rows the share of time allows to be counted now."""
         own = self._credit.get(name, 0.0)
         seconds = own if own > 0 else max(0.0, self._idle_credit)
-        rows = max(FEWEST, int(seconds / self._cost.get(name, 1e-6)))
+        return max(FEWEST, int(seconds / self._cost.get(name, 1e-6)))
+
+    def _affordable(self, name: str, runs: list[Run]) -> list[Run]:
+        """The last rows of these runs, as many as the share of time allows to be counted."""
+        rows = self._affords(name)
         found: list[Run] = []
         for run in reversed(runs):
             if found and rows <= 0:
@@ -193,16 +198,16 @@ class Audit:
     async def _report_all(self, name: str, feed: Followed, found: Comparison, back: int | None) -> None:
         """Report what was found, and deliver it, with the rows above `back`, which are there again."""
         position = found.position
-        if found.late:
+        for late in [*([found_of(found.late)] if found.late else []), *found.counted_late]:
             below = position if found.before is None else found.before.window.upto
             what = f"turned up at or below position {below} of stream {name}"
-            self._report_late(name, feed, found_of(found.late), what)
+            self._report_late(name, feed, late, what)
         for table, rows in found.attached:
             self._report_attached(name, feed, table, rows, position)
         for skips in found.skips:
             what = f"of stream {name} at or below its position {position} were not sent"
             self._report_late(name, feed, skips, what)
-        if back is not None and (found.late or found.skips) and name in self._wanted:
+        if back is not None and (found.late or found.counted_late or found.skips) and name in self._wanted:
             self._wanted[name].upto = min(self._wanted[name].upto, back)
         await self._deliver(name, feed)
 
@@ -256,7 +261,7 @@ class Audit:
         self._report(name, feed, rows, f"stream {name} waits: {feed.strayed}", ids)
 
     def _report_attached(self, name: str, feed: Followed, table: str, found: Attached, position: int) -> None:
-        rows, first, last = found
+        rows, first, last, _ = found
         many = f"{rows:,}{' or more' if rows == MAX_COUNTED else ''} rows"
         self._report(
             name,

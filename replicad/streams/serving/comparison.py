@@ -11,12 +11,14 @@ from replicad.streams.lineage import Lineage
 from replicad.streams.registry import Stream
 from replicad.streams.row_pieces import segments
 from replicad.streams.serving.lane import Lane
+from replicad.streams.serving.ranges import HIGHEST, LOWEST, CountedRange, CountedRanges
 from replicad.streams.serving.stretches import Run, Stretch, Tally, ids_of
 from replicad.streams.serving.windows import Attached, Look, Window
 
-LOWEST = -(1 << 63)  # the lowest id
 WINDOW = 10_000  # ids below the position that are compared with those of the look before
-MARGIN = 100_000  # rows that are counted beyond those that were sent
+MARGIN = 100_000  # rows that are counted beyond those that were sent, or that were there before
+PART = 100_000  # rows of a range that is counted for the first time
+QUERY = 1_000  # rows that could be counted in the time that a statement takes besides
 FINEST = 64  # stretches of several writers that are counted one by one
 SHOWN = 10  # ids that an alarm names
 
@@ -45,24 +47,23 @@ class Followed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the last look at a stream has found. `elsewhere`: as in `Look`."""
+    """What the last look at a stream has found. `elsewhere`: as in `Look`. `ranges` have the ids below the windows."""
 
     stream: Stream
     window: Window
     tree: frozenset[int]
-    elsewhere: str | None = None
+    elsewhere: str | None
+    ranges: CountedRanges
 
-    def window_in(self, stream: Stream, lineage: Lineage) -> Window | None:
-        """The window, as far as its ids belong to the same rows of the same table; None if they do not."""
+    def same_upto(self, stream: Stream, lineage: Lineage) -> int:
+        """Up to which id there are the same rows of the same table still."""
         before = self.stream
         if (before.number, before.created_at, before.table_oid) != (stream.number, stream.created_at, stream.table_oid):
-            return None
+            return LOWEST
         if before.epoch == stream.epoch:
-            return self.window
+            return self.window.upto
         shared = lineage.shared(before.epoch) if lineage.present.id == stream.epoch else None
-        if shared is None or shared.minimum <= self.window.after:
-            return None
-        return self.window.upto_id(min(self.window.upto, shared.minimum))
+        return LOWEST if shared is None else min(self.window.upto, shared.minimum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,8 @@ class Comparison:
     """`compare` fills in the last fields. They count only if the look is whole in the end.
 
     `position`: all rows up to here were sent before the look began. `skipped`: ids that an operator has taken
-    out of the stream. `late`: rows that were not there at the look before; ids and numbers of rows. `skips`: other rows
-    that were not sent. `rows`: how many were counted.
+    out of the stream. `late`: rows that were not there at the look before; ids and numbers of rows. `counted_late`:
+    others whose ids are not all known. `skips`: other rows that were not sent. `rows`: how many were counted.
     """
 
     look: Look
@@ -110,17 +111,19 @@ class Comparison:
     before: Seen | None
     skipped: frozenset[int]
     late: dict[int, int] = field(default_factory=dict)
+    counted_late: list[Found] = field(default_factory=list)
     attached: list[tuple[str, Attached]] = field(default_factory=list)
     skips: list[Found] = field(default_factory=list)
     seen: Seen | None = None
     rows: int = 0
-    _apart: Sequence[int] = ()
+    _attached_from: int = HIGHEST  # rows of attached tables have ids above it
+    _apart: set[int] = field(default_factory=set)
 
-    async def compare(self, runs: Sequence[Run]) -> None:
-        """Compare the window, then the runs. Rows that the window has shown to be late are not found again."""
+    async def compare(self, runs: Sequence[Run], far: int) -> None:
+        """Compare the window, about `far` rows below it, then the runs. Late rows are not found again in a run."""
         await self._compare_window()
-        full = {name for name, _ in self.attached}
-        self._apart = [oid for oid, name in self.look.tree.items() if name in full]
+        if self.look.elsewhere is None:
+            await self._compare_ranges(far)
         for run in runs:
             for stretch, rows in await self._counted(run):
                 self.rows += rows
@@ -131,24 +134,73 @@ class Comparison:
     async def _compare_window(self) -> None:
         """Compare the ids below the position with those of the look before."""
         look, position = self.look, self.position
-        before = None if self.before is None else self.before.window_in(self.stream, self.feed.lineage)
+        before: Window | None = None
         now: Window | None = None
+        ranges = CountedRanges()
+        attached: set[int] = set()
         swapped = self.before is not None and self.before.elsewhere != look.elsewhere
-        if swapped and look.elsewhere is None:
-            before = None  # tables were renamed back, and the rows of the other one were never the stream's
-        if self.before is not None and before is not None and position >= before.upto:
+        # Where tables were renamed back, the rows of the other one were never the stream's.
+        if self.before is not None and not (swapped and look.elsewhere is None):
+            same, before = self.before.same_upto(self.stream, self.feed.lineage), self.before.window
+            before = before.upto_id(same) if before.after < same <= position else None
             attached = set() if swapped else look.tree.keys() - self.before.tree
+            if before is not None or not attached:
+                ranges = self.before.ranges.copy()
+                ranges.cut(same)
+        if before is not None:
             now = await look.window(before.after, before.upto, attached)
             self.late = before.late(now)
-            for one in attached:
-                rows = await look.attached(look.tree[one], before.upto, position)
-                if rows is not None:
-                    self.attached.append((look.tree[one], rows))
+            for oid in attached:
+                await self._attach(oid, before.upto)
             if attached or position != before.upto:
                 now = None
         if now is None:
             now = await look.window(max(position - WINDOW, LOWEST), position)
-        self.seen = Seen(self.stream, now, frozenset(look.tree), look.elsewhere)
+        self.seen = Seen(self.stream, now, frozenset(look.tree), look.elsewhere, ranges)
+
+    async def _attach(self, oid: int, before: int) -> None:
+        """Rows of an attached table that were written when it was attached, or later, are late. Others may be old."""
+        for rows in await self.look.attached(self.look.tree[oid], before, self.position):
+            self._apart.add(oid)
+            self._attached_from = min(self._attached_from, rows.first - 1)
+            if rows.fresh:
+                self.counted_late.append(Found(rows.rows, rows.first - 1, rows.last))
+            else:
+                self.attached.append((self.look.tree[oid], rows))
+
+    async def _compare_ranges(self, rows: int) -> None:
+        """Compare how many rows there are far below the position with how many there were; in turn, so many rows."""
+        assert self.seen is not None
+        look, ranges = self.look, self.seen.ranges
+        ranges.reach(self.seen.window.after)
+        for after in ranges.due():
+            one = ranges.beginning(after)
+            if rows <= 0 or one is None:
+                continue
+            limit = min(PART, max(rows, QUERY)) if one.rows is None else one.rows + MARGIN
+            counted = await look.count(one.after, one.upto, limit, self._apart, self.skipped)
+            assert counted.rows is not None
+            rows -= counted.rows + QUERY
+            self.rows += counted.rows
+            if one.rows is not None and counted.rows > one.rows:
+                await self._find_late(one, counted, counted.rows - one.rows)
+            ranges.note(counted)
+        ranges.forget(self._attached_from, HIGHEST)  # what was attached was left out, and counts from the next look on
+
+    async def _find_late(self, one: CountedRange, counted: CountedRange, rows: int) -> None:
+        """So many more rows are in a range: find out which they are, by the transactions that wrote them."""
+        rows -= sum(n for id, n in self.late.items() if one.after < id <= counted.upto)
+        if rows <= 0:
+            return
+        there = await self.look.window(one.after, counted.upto, self._apart, since=one.since)
+        ids = {id: n for id, n in there.rows() if id not in self.late and id not in self.skipped}
+        written = sum(ids.values())
+        if there.after > one.after or written < rows:  # they are too many to be read
+            self.counted_late.append(Found(rows, one.after, counted.upto))
+        elif written > rows:  # some were there, and were changed
+            self.counted_late.append(Found(rows, min(ids) - 1, max(ids)))
+        else:
+            self.late.update(ids)
 
     async def _counted(self, run: Run) -> list[tuple[Stretch, int]]:
         """The stretches of a run, each with the rows that are there; of several writers only if these are too many."""

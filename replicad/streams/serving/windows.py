@@ -21,6 +21,7 @@ from replicad.postgres.owners import as_owner
 from replicad.sqlstates import LOCKED, means
 from replicad.streams.registry import Stream
 from replicad.streams.row_pieces import Segment
+from replicad.streams.serving.ranges import CountedRange
 
 MAX_COUNTED = 1_000_000  # rows of an attached table that are counted
 
@@ -58,11 +59,15 @@ class Window:
 
 
 class Attached(NamedTuple):
-    """Rows of an attached table at or below a position: how many (at most MAX_COUNTED), the first and the last id."""
+    """Rows of an attached table at or below a position: how many (at most MAX_COUNTED), the first and the last id.
+
+    `fresh`: they were written in the transaction that attached the table, or later.
+    """
 
     rows: int
     first: int
     last: int
+    fresh: bool = False
 
 
 class Look(Protocol):
@@ -80,8 +85,10 @@ class Look(Protocol):
     def tree(self) -> Mapping[int, str]:
         """The names of the table, its partitions and its children, by oid."""
 
-    async def window(self, after: int, upto: int, apart: Collection[int] = ()) -> Window:
-        """The ids in (after, upto] in all tables of the tree except those in `apart` (oids)."""
+    async def window(self, after: int, upto: int, apart: Collection[int] = (), *, since: int | None = None) -> Window:
+        """The ids in (after, upto] in all tables of the tree except those in `apart` (oids). `since`: only of rows that
+        this transaction or a later one has written, or changed.
+        """
 
     async def counts(
         self, segment: Segment, bounds: Sequence[int], limit: int, apart: Collection[int], skipped: Collection[int]
@@ -90,11 +97,18 @@ class Look(Protocol):
         `bounds` divide it; with ranges for each writer it is not divided. At most `limit`, from the lower end.
         """
 
+    async def count(
+        self, after: int, upto: int, limit: int, apart: Collection[int], skipped: Collection[int]
+    ) -> CountedRange:
+        """How many rows there are in (after, upto], without skipped ids; or in the lower part of it that ends with the
+        id of the row number `limit`.
+        """
+
     async def lowest(self) -> tuple[int | None, int | None]:
         """The lowest id (None if the table is empty), and up to where rows were gone at that moment by the registry."""
 
-    async def attached(self, table: str, before: int, position: int) -> Attached | None:
-        """The rows of an attached table that were not sent to readers; None if there are none.
+    async def attached(self, table: str, before: int, position: int) -> Sequence[Attached]:
+        """The rows of an attached table that were not sent to readers, the fresh ones apart.
 
         `before`: the earlier position of readers, `position`: the present one.
         """
@@ -164,8 +178,11 @@ class _PostgresLook:
     def elsewhere(self) -> str | None:
         return None if self.root == self.stream.table_oid else self.table
 
-    async def window(self, after: int, upto: int, apart: Collection[int] = ()) -> Window:
-        [row] = await self._fetch("late_ids", after, upto, self.max_rows, apart=self._apart(apart))
+    async def window(self, after: int, upto: int, apart: Collection[int] = (), *, since: int | None = None) -> Window:
+        left_out = self._apart(apart)
+        if since is not None:
+            left_out += f" AND age(t.xmin) <= age('{since}'::xid8::xid)"
+        [row] = await self._fetch("late_ids", after, upto, self.max_rows, apart=left_out)
         ids = array("q", row["ids"])
         counts = None if row["counts"] is None else array("q", row["counts"])
         if row["rows"] == self.max_rows:  # the lowest id may have been cut
@@ -190,15 +207,22 @@ class _PostgresLook:
         )
         return [row["rows"]]
 
+    async def count(
+        self, after: int, upto: int, limit: int, apart: Collection[int], skipped: Collection[int]
+    ) -> CountedRange:
+        left_out = self._apart(apart, [id for id in skipped if after < id <= upto])
+        [row] = await self._fetch("audit_range", after, upto, limit, apart=left_out)
+        return CountedRange(after, upto if row["rows"] < limit else row["last"], row["rows"], row["since"])
+
     async def lowest(self) -> tuple[int | None, int | None]:
         assert self.connection is not None
         [row] = await self._fetch("audit_lowest")
         query = load_sql("audit_trimmed").format(schema=quote_ident(self.schema))
         return row["lowest"], await self.connection.fetch_value(query, self.stream.number)
 
-    async def attached(self, table: str, before: int, position: int) -> Attached | None:
-        [row] = await self._fetch("late_attached", before, position, MAX_COUNTED, table=table)
-        return Attached(row["rows"], row["first"], row["last"]) if row["rows"] else None
+    async def attached(self, table: str, before: int, position: int) -> Sequence[Attached]:
+        rows = await self._fetch("late_attached", before, position, MAX_COUNTED, table=table)
+        return [Attached(row["rows"], row["first"], row["last"], row["fresh"]) for row in rows]
 
     async def _fetch(self, query: str, *args: object, table: str | None = None, apart: str = "") -> list[Any]:
         assert self.connection is not None

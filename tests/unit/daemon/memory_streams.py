@@ -24,6 +24,7 @@ from replicad.streams.registry import Method, Published, Rewound, Stream
 from replicad.streams.row_pieces import Segment
 from replicad.streams.row_text import MASTER, Range, wire_instance
 from replicad.streams.rows import ChunkSink
+from replicad.streams.serving.ranges import CountedRange
 from replicad.streams.serving.windows import Attached, Look, Window
 from replicad.streams.stream_writers import StreamWriter
 from replicad.streams.troubles import Row
@@ -365,7 +366,7 @@ class MemoryLook:
         attached = {oid: table for oid, (table, _) in self._table.attached.items()}
         return {self._stream.table_oid: self._stream.table or "", **attached}
 
-    async def window(self, after: int, upto: int, apart: Collection[int] = ()) -> Window:
+    async def window(self, after: int, upto: int, apart: Collection[int] = (), *, since: int | None = None) -> Window:
         ids = sorted(row[0] for row in self._table.rows if after < row[0] <= upto)
         distinct = sorted(set(ids))
         return Window(after, upto, array("q", distinct), array("q", [ids.count(id) for id in distinct]))
@@ -382,11 +383,18 @@ class MemoryLook:
                 found[bisect_left(bounds, id)] += 1
         return found
 
+    async def count(
+        self, after: int, upto: int, limit: int, apart: Collection[int], skipped: Collection[int]
+    ) -> CountedRange:
+        return CountedRange(
+            after, upto, sum(after < row[0] <= upto and row[0] not in skipped for row in self._table.rows)
+        )
+
     async def lowest(self) -> int | None:
         return min((row[0] for row in self._table.rows), default=None)
 
-    async def attached(self, table: str, before: int, position: int) -> Attached | None:
-        return next((rows for name, rows in self._table.attached.values() if name == table), None)
+    async def attached(self, table: str, before: int, position: int) -> Sequence[Attached]:
+        return [rows for name, rows in self._table.attached.values() if name == table]
 
 
 class MemoryPositions:

@@ -486,6 +486,28 @@ async def test_the_first_sender_that_follows_a_generation_speaks_for_all_of_its_
         assert (await other.recorded())["facts"] == Recorded(5, "bbbb")
 
 
+async def test_a_generation_that_the_database_does_not_know_is_not_followed(database: Database) -> None:
+    """The daemon has not noticed yet that the database was restored. Nothing of what it says is written down."""
+    for name in ("facts", "updates"):
+        await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, body json)")
+        await registry.add(database, name, f"public.{name}", "id", row="body")
+    async with open_store(database, "replicad", "s1", ["s1"], ["facts", "updates"]) as store:
+        epochs = dict(
+            await database.fetch(
+                "SELECT s.name, g.id FROM replicad.stream_generation g JOIN replicad.stream s ON s.number = g.stream"
+            )
+        )
+        for name, epoch in epochs.items():
+            await store.begin(name, 4)
+            await store.follow(name, epoch)
+        known = {name: Recorded(4, epoch, 4) for name, epoch in epochs.items()}
+        assert await store.recorded() == known
+        for name in known:
+            with pytest.raises(DatabaseError, match=f"generation cccc of stream {name} is not in this database"):
+                await store.follow(name, "cccc")
+        assert await store.recorded() == known
+
+
 async def test_destinations_that_got_further_than_the_lowest_token_go_back_in_a_generation_that_shares_less(
     database: Database,
 ) -> None:

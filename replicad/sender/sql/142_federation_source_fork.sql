@@ -57,10 +57,27 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION federation_source_fork(text, text, bigint) IS 'Forgets what a source has recorded of void facts';
+-- federation_source_known(stream, epoch): raises 55000 unless `epoch` is a generation of the stream here. A daemon that has not
+-- noticed yet that the database was restored to an earlier time speaks of generations that are not in it.
+CREATE OR REPLACE FUNCTION federation_source_known(stream text, epoch text) RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM stream_generation g JOIN stream x ON x.number = g.stream
+        WHERE x.name = federation_source_known.stream AND g.id = federation_source_known.epoch)
+    THEN
+        RAISE EXCEPTION 'generation % of stream % is not in this database', epoch, federation_source_known.stream
+            USING ERRCODE = '55000', HINT = 'the daemon leads to another database than the sender, or is about to notice that '
+                'the database was restored to an earlier time';
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION federation_source_known(text, text) IS 'Whether a generation of a stream is in this database';
 -- federation_source_follow(source, sender, stream, epoch): what this sender has recorded of a stream is, all of it, of the
--- generation `epoch` too. So it is for senders of which no generation is known. Writes federation_sender.
+-- generation `epoch` too. So it is for senders of which no generation is known. Raises 55000 where the database does not know
+-- the generation. Writes federation_sender.
 CREATE OR REPLACE FUNCTION federation_source_follow(source text, sender text, stream text, epoch text) RETURNS void
 LANGUAGE sql AS $$
+    SELECT federation_source_known(federation_source_follow.stream, federation_source_follow.epoch);
     UPDATE federation_sender s SET epoch = federation_source_follow.epoch
     WHERE s.source = federation_source_follow.source AND s.stream = federation_source_follow.stream
         AND (s.name = federation_source_follow.sender OR s.epoch IS NULL)
@@ -70,7 +87,8 @@ COMMENT ON FUNCTION federation_source_follow(text, text, text, text) IS 'Of whic
 -- source has recorded is of that generation too, for all its senders at once: what lies above the fork is void and is
 -- forgotten, and the other senders' sessions end, since they may be about to record more of it. Not the tokens alone say
 -- whether there is something: after a change of the list the lowest token counts, and destinations may have got further.
--- True: something was forgotten, so what this sender has in memory is void as well. Writes federation_sender; after a fork
+-- True: something was forgotten, so what this sender has in memory is void as well. Raises 55000 where the database does not
+-- know the generation. Writes federation_sender; after a fork
 -- what federation_source_fork writes.
 CREATE OR REPLACE FUNCTION federation_source_enter(source text, sender text, epoch text) RETURNS boolean
 LANGUAGE plpgsql AS $$
@@ -80,6 +98,7 @@ DECLARE
     fork bigint;
     void boolean := false;
 BEGIN
+    PERFORM federation_source_known(here, present);
     LOCK TABLE federation_sender IN SHARE ROW EXCLUSIVE MODE;
     IF EXISTS (SELECT FROM federation_sender s WHERE s.source = here AND s.stream = here AND s.epoch <> present) THEN
         PERFORM federation_source_end_others(here, sender);

@@ -208,19 +208,20 @@ async def alter_table(
     *,
     same_rows: bool = False,
     sequence: str | None = None,
+    positions_table: str | None = None,
     schema: str = SCHEMA,
 ) -> tuple[str, ...]:
     """Go on with another table, or with the same one under its present name; returns notes.
 
     With another table a generation begins. `same_rows`: the new table has the rows of the old one up to the noted
-    position, so that readers go on there. Else they get all rows. `sequence`: as in `add`.
+    position, so that readers go on there. Else they get all rows. `sequence`, `positions_table`: as in `add`.
 
     Raises:
         UnknownStream, StreamRefused.
     """
-    oids = [await _resolve(db, what) for what in (table, sequence)]
+    oids = [await _resolve(db, what) for what in (table, sequence, positions_table)]
     with installed(schema):
-        notes = await db.fetch_value(statement("stream_alter", schema), name, oids[0], same_rows, oids[1])
+        notes = await db.fetch_value(statement("stream_alter", schema), name, oids[0], same_rows, *oids[1:])
     return tuple(notes)
 
 
@@ -476,9 +477,11 @@ def _stream(row: Any) -> Stream:
     values["method"] = Method(values["method"])
     values["skipped"] = tuple(values["skipped"])
     home, named = values.pop("home"), values.pop("relation_named")
-    sequence_named = values.pop("sequence_named")
+    sequence_named, positions_named = values.pop("sequence_named"), values.pop("positions_named")
     given = [(values["table_oid"], *named)] if named else []
     if sequence_named and not values["fed"]:
         given.append((values["sequence_oid"], *sequence_named))
+    if positions_named:
+        given.append((values["positions_oid"], *positions_named))
     values["identity"] = None if named is None else Identity(home, values["number"], tuple(given))
     return Stream(**values, writers=dict(zip(names, numbers, strict=True)))

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from itertools import count
 
 import pytest
 import trio
@@ -92,6 +93,48 @@ async def test_what_leaves_the_rows_where_they_are_stops_nothing(orders: Databas
         reading = (await horizon.poll())["orders"]
         assert (reading.refused, reading.position) == (None, 25)
     assert (await registry.load_stream(orders, "orders")).fault is None
+
+
+SWAPPED_POSITIONS = (
+    "CREATE TABLE at_new (LIKE at INCLUDING ALL); INSERT INTO at_new SELECT * FROM at;"
+    "BEGIN; ALTER TABLE at RENAME TO at_old; ALTER TABLE at_new RENAME TO at; COMMIT"
+)
+
+
+@pytest.mark.parametrize("follows", ["the new one", "the old one", "renamed back"])
+async def test_a_table_of_positions_that_is_another_one_stops_its_stream_until_somebody_says_which_counts(
+    orders: Database, database_url: str, follows: str
+) -> None:
+    await registry.remove(orders, "orders")
+    await orders.execute(
+        "CREATE TABLE app.at (stream_name text, instance_name text, stream_id bigint);"
+        "INSERT INTO app.at VALUES ('orders', 'master', 20)"
+    )
+    await registry.add(orders, "orders", "app.orders", "id", method="positions_table", positions_table="app.at")
+    clock = count()
+    async with Horizon(orders, now=lambda: float(next(clock))) as horizon:
+        horizon.watch("orders", registry.horizon_source(await registry.load_stream(orders, "orders")))
+        assert (await horizon.poll())["orders"].position == 20
+        await run(orders, SWAPPED_POSITIONS)
+        await orders.execute("UPDATE app.at SET stream_id = 25; UPDATE app.at_old SET stream_id = 23")
+        with trio.fail_after(PATIENCE):
+            while (reading := (await horizon.poll())["orders"]).refused is None:
+                pass
+    stream = await registry.load_stream(orders, "orders")
+    assert "app.at is another relation now; the positions of the stream are in app.at_old" in str(reading.refused)
+    remedies = re.findall(r"run: replicad (streams alter [^;]+)", str(stream.fault))
+    if follows == "renamed back":
+        await orders.execute("ALTER TABLE app.at RENAME TO at_new; ALTER TABLE app.at_old RENAME TO at")
+    else:
+        words = shlex.split(remedies[["the new one", "the old one"].index(follows)])
+        done = await replicad_async(*words, "--database", database_url)
+        assert done.returncode == 0, done.stderr
+    stream = await registry.load_stream(orders, "orders")
+    assert stream.fault is None
+    async with Horizon(orders) as horizon:
+        horizon.watch("orders", registry.horizon_source(stream))
+        assert (await horizon.poll())["orders"].position == (25 if follows == "the new one" else 23)
+    assert len((await registry.load_lineages(orders))["orders"].generations) == 1, "no reader is taken back"
 
 
 @pytest.mark.parametrize(("kind", "same_rows"), [("renamed", True), ("renamed", False), ("schema renamed", False)])

@@ -26,6 +26,7 @@ from replicad.streams import registry, status
 from replicad.streams.registry import Method
 from replicad.terminal.failures import as_commands
 from tests.commands import replicad_async
+from tests.roles import DAEMON, as_daemon
 
 EVENTS = "CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)"
 
@@ -349,7 +350,9 @@ async def test_a_sequence_that_was_altered_shares_the_rows_that_were_not_written
 
 
 REWRITTEN = "ALTER TABLE events ALTER COLUMN id TYPE bigint"
-RELOADED = f"{REWRITTEN}; TRUNCATE events RESTART IDENTITY; INSERT INTO events SELECT FROM generate_series(1, 20)"
+UNLOGGED = "ALTER TABLE events SET UNLOGGED; ALTER TABLE events SET LOGGED"
+TWENTY = "INSERT INTO events SELECT FROM generate_series(1, 20)"
+RELOADED = f"{REWRITTEN}; TRUNCATE events RESTART IDENTITY; {TWENTY}"
 
 
 @pytest.mark.parametrize(
@@ -358,6 +361,8 @@ RELOADED = f"{REWRITTEN}; TRUNCATE events RESTART IDENTITY; INSERT INTO events S
         (REWRITTEN, *ASKED),
         (f"{REWRITTEN}; INSERT INTO events DEFAULT VALUES; UPDATE events SET body = 'x'", *ASKED),
         ("ALTER TABLE events ALTER COLUMN body TYPE int USING 1; ALTER SEQUENCE events_id_seq CACHE 1", *ASKED),
+        (UNLOGGED, *ASKED),
+        (f"{UNLOGGED}; TRUNCATE events RESTART IDENTITY; {TWENTY}", "restarted", "ids_went_back", 0),
         (RELOADED, "restarted", "ids_went_back", 0),
     ],
 )
@@ -392,6 +397,7 @@ async def test_a_stream_whose_table_and_sequence_were_written_anew_asks_whether_
         f"{REWRITTEN}; TRUNCATE events RESTART IDENTITY",
         f"{REWRITTEN}; TRUNCATE events RESTART IDENTITY; INSERT INTO events SELECT FROM generate_series(1, 19)",
         f"{REWRITTEN}; DELETE FROM events; TRUNCATE events",
+        f"{UNLOGGED}; TRUNCATE events RESTART IDENTITY",
     ],
 )
 async def test_ids_that_certainly_begin_again_need_no_question(db: Database, how: str) -> None:
@@ -403,6 +409,47 @@ async def test_ids_that_certainly_begin_again_need_no_question(db: Database, how
     assert await registry.continue_streams(db) == 1
     lineage = (await registry.load_lineages(db))["events"]
     assert (lineage.present.reason, lineage.shared(stream.epoch)) == ("sequence_restarted", Vector(0))
+
+
+async def test_a_table_that_is_unlogged_for_a_while_stops_its_stream_and_takes_no_reader_back(db: Database) -> None:
+    await db.execute(EVENTS)
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20)")
+    assert await registry.publish(db, stream, 20, {})
+    await db.execute("ALTER TABLE events SET UNLOGGED")
+    assert await registry.continue_streams(db) == 0
+    assert "is not logged" in str((await registry.load_stream(db, "events")).fault)
+    await db.execute("INSERT INTO events DEFAULT VALUES")
+    await db.execute("ALTER TABLE events SET LOGGED")
+    assert await registry.continue_streams(db) == 0
+    assert "as by ALTER COLUMN id TYPE or SET LOGGED" in str((await registry.load_stream(db, "events")).fault)
+    await db.execute("SELECT replicad.stream_sequence_changed('events', 'same')")
+    again = await registry.load_stream(db, "events")
+    assert (again.fault, again.continues) == (None, True)
+    assert (await registry.load_lineages(db))["events"].shared(stream.epoch) == Vector(20)
+
+
+async def test_a_sequence_that_may_not_be_read_is_no_change_of_history_and_holds_no_other_stream_back(
+    db: Database, database_url: str
+) -> None:
+    for name in ("events", "others"):
+        await db.execute(EVENTS.replace("events", name))
+        await registry.add(db, name, name, "id")
+        await db.execute(f"INSERT INTO {name} SELECT FROM generate_series(1, 20)")
+        await registry.publish(db, await registry.load_stream(db, name), 20, {})
+        await db.execute(f"ALTER SEQUENCE {name}_id_seq MAXVALUE 2000000000")
+    before = await registry.load_stream(db, "events")
+    await db.execute(f"REVOKE ALL ON SEQUENCE events_id_seq FROM {DAEMON}")
+    async with open_database(as_daemon(database_url), size=1, application_name="daemon") as daemon:
+        assert await registry.continue_streams(daemon) == 1, "the other one goes on"
+        with pytest.raises(StreamRefused, match="GRANT SELECT ON SEQUENCE"):
+            await registry.fork(daemon, before, "sequence_changed")
+        found = await registry.load_stream(daemon, "events")
+        assert (found.epoch, found.continues) == (before.epoch, False)
+        assert "GRANT SELECT ON SEQUENCE" in str(found.denied)
+        await db.execute(f"GRANT SELECT ON SEQUENCE events_id_seq TO {DAEMON}")
+        assert await registry.continue_streams(daemon) == 1
+    assert (await registry.load_lineages(db))["events"].shared(before.epoch) == Vector(20)
 
 
 @pytest.mark.parametrize(("open_one", "shared"), [(False, 17), (True, 0)])

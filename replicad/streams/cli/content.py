@@ -98,6 +98,11 @@ Examples:
     help="With --table: the sequence of the ids, if no column default draws from it.",
 )
 @option(
+    "--positions-table",
+    metavar="SCHEMA.TABLE",
+    help="With --table, for positions_table: where the writers publish from now on.",
+)
+@option(
     "--sequence-changed",
     type=click.Choice(["same", "restarted"]),
     help="What a change of the sequence did, where the stream asks for it. same: every row has the id that it had, as "
@@ -111,6 +116,7 @@ def alter(
     table: str | None,
     same_rows: bool,
     sequence: str | None,
+    positions_table: str | None,
     sequence_changed: str | None,
     **options: Any,
 ) -> None:
@@ -119,14 +125,14 @@ def alter(
     """
     if max_row is None and table is None and sequence_changed is None:
         raise UsageError("give --max-row, --table or --sequence-changed; `replicad streams show` prints the first two")
-    if table is None and (same_rows or sequence is not None):
-        raise UsageError("--same-rows and --sequence belong to --table")
+    if table is None and (same_rows or sequence is not None or positions_table is not None):
+        raise UsageError("--same-rows, --sequence and --positions-table belong to --table")
 
     from replicad.streams import registry
 
     if table is not None:
         change = partial(registry.alter_table, name=name, table=table, same_rows=same_rows, sequence=sequence)
-        notes = on_streams(options, lambda db, schema: change(db, schema=schema))
+        notes = on_streams(options, lambda db, schema: change(db, positions_table=positions_table, schema=schema))
         echo(f"stream {name}: its table is {table}")
         for note in notes:
             echo(f"note: {note}")

@@ -16,10 +16,11 @@ CREATE TABLE IF NOT EXISTS stream (
     -- bytes of the longest line that the stream may send; 64 MiB is what clients take at most
     max_row integer NOT NULL DEFAULT 67108864 CHECK (max_row BETWEEN 1024 AND 67108864),
     fed boolean NOT NULL DEFAULT false,       -- when it was added, the sequence was the one that feeds the column
-    -- the schema and the name that the table and the sequence had when the stream was added: what the user meant. Where
-    -- they lead to another relation now, the stream stops (stream_name_fault). NULL: not compared
+    -- the schema and the name that the table, the sequence and the table of positions had when the stream was added: what the
+    -- user meant. Where they lead to another relation now, the stream stops (stream_name_fault). NULL: not compared
     relation_named text[],
     sequence_named text[],
+    positions_named text[],
     also_feeds regclass[] NOT NULL DEFAULT '{}',  -- the other tables that the sequence fed then
     parted oid[] NOT NULL DEFAULT '{}'  -- tables that were partitions or heirs, and draw from the sequence still
 );

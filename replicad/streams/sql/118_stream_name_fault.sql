@@ -31,7 +31,8 @@ COMMENT ON FUNCTION stream_shell(text) IS 'A word as an argument of a command in
 -- stream_name_fault(s): rows that users take for rows of the stream may be in another table; NULLs where that is not so.
 --  - The name under which the table was added leads to another relation: tables were swapped. A name that leads nowhere is
 --    no fault: the table was renamed, and nothing else can be meant.
---  - Likewise the name of a sequence that no column default draws from: writers call it by its name.
+--  - Likewise the name of a sequence that no column default draws from, and that of the table of positions: writers call
+--    them by their names.
 --  - The sequence feeds a table that it did not feed when the stream was added: that table is about to take the place of
 --    the stream's table, and its ids would pass as gaps. A partition that was detached is no such table.
 -- The daemon asks in each poll that moves a position, after it has read the last value (horizon_holders.sql).
@@ -58,6 +59,14 @@ BEGIN
         problem := format('%s is another sequence now; the stream follows %s', bearer, s.sequence);
         remedy := format('if writers take ids from the new one, run: %s%s --sequence %s; or rename them back',
             alter_to, stream_shell(s.relation::text), stream_shell(bearer::text));
+        RETURN;
+    END IF;
+    bearer := nullif(stream_bearer(s.positions_named), s.positions);
+    IF bearer IS NOT NULL THEN
+        problem := format('%s is another relation now; the positions of the stream are in %s', bearer, s.positions);
+        remedy := format('if the writers publish in the new one, run: %s%s --positions-table %s; if they publish in the old one, '
+            'run: %s%s --positions-table %s; or rename them back', alter_to, stream_shell(s.relation::text),
+            stream_shell(bearer::text), alter_to, stream_shell(s.relation::text), stream_shell(s.positions::text));
         RETURN;
     END IF;
     SELECT f INTO bearer FROM stream_fed_elsewhere(s.sequence, s.relation) f WHERE f <> ALL (s.also_feeds) AND f::oid <> ALL (s.parted)

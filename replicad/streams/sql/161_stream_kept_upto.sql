@@ -23,9 +23,9 @@ COMMENT ON FUNCTION stream_rewritten(stream, stream_generation) IS 'Whether the 
 -- has to be asked. `noted`: the position that was noted last; `since`: the transaction that did it.
 -- The sequence and the table have other files, and the next id is above the note. ALTER COLUMN ... TYPE does that: then each row has
 -- the id that it had. TRUNCATE ... RESTART IDENTITY with other rows under the same ids does it, too. Nothing that is left tells the
--- two apart, equal ids least of all, where the id column or the definition of the sequence was altered since the note. Where
--- neither was, it was a TRUNCATE; where the table is empty, or the next id is not above the note, nothing is lost by
--- beginning again.
+-- two apart, equal ids least of all, where the id column or the definition of the sequence was altered since the note, or where
+-- the table has another TOAST table, as after SET UNLOGGED and SET LOGGED. Where nothing of that is so, it was a TRUNCATE; where
+-- the table is empty, or the next id is not above the note, nothing is lost by beginning again.
 CREATE OR REPLACE FUNCTION stream_question(
     s stream, g stream_generation, noted bigint, since xid, OUT problem text, OUT remedy text
 ) LANGUAGE plpgsql STABLE AS $$
@@ -40,13 +40,17 @@ BEGIN
                 SELECT FROM pg_sequence q WHERE q.seqrelid = s.sequence AND age(q.xmin) < age(since)
                 UNION ALL
                 SELECT FROM pg_attribute a
-                WHERE a.attrelid = s.relation AND a.attname = s.id_column AND age(a.xmin) < age(since))
+                WHERE a.attrelid = s.relation AND a.attname = s.id_column AND age(a.xmin) < age(since)
+                UNION ALL
+                SELECT FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.reltoastrelid AND a.attnum = 1
+                WHERE c.oid::text IN (SELECT split_part(k, ':', 1) FROM unnest(string_to_array(g.table_files, ',')) k)
+                    AND age(a.xmin) < age(since))
             OR (SELECT sum(pg_relation_size(t)) FROM stream_tables(s.relation) t) = 0
             OR NOT stream_rewritten(s, g) THEN
         RETURN;
     END IF;
-    problem := format('%s and sequence %s were written anew, as by ALTER COLUMN %I TYPE, and nothing shows whether the rows up to %s, '
-        'the noted position, are the same', s.relation, s.sequence, s.id_column, noted);
+    problem := format('%s and sequence %s were written anew, as by ALTER COLUMN %I TYPE or SET LOGGED, and nothing shows whether '
+        'the rows up to %s, the noted position, are the same', s.relation, s.sequence, s.id_column, noted);
     remedy := format('if every row has the id that it had, run: %ssame; if ids began again (TRUNCATE ... RESTART IDENTITY), so that '
         'readers need all rows anew, run: %srestarted', command, command);
 END
@@ -68,15 +72,21 @@ COMMENT ON FUNCTION stream_question_of(stream) IS 'What must be said of a change
 --    was given out again: a sequence that was lower leaves rows in the gaps. Where it is known to have gone back, no transaction
 --    may be under way that can still leave one. An UPDATE makes a row a newer one, so less is shared then.
 -- ALTER SEQUENCE waits for all who have taken an id in their transactions, so all ids of before are finished.
--- Reads the rows up to the note, once; without an answer within statement_timeout nothing is certain.
+-- Reads the rows up to the note, once; without an answer within statement_timeout nothing is certain. Raises RS002 where the
+-- role may not read the sequence: that is no change of it.
 CREATE OR REPLACE FUNCTION stream_kept_upto(s stream, g stream_generation, went_back boolean) RETURNS bigint
 LANGUAGE plpgsql AS $$
 DECLARE
-    last bigint := pg_sequence_last_value(s.sequence);
+    last bigint;
     noted bigint;
     since xid;
     lowest bigint;
 BEGIN
+    IF NOT has_sequence_privilege(s.sequence, 'SELECT') THEN
+        PERFORM stream_refuse(format('sequence %s may not be read, so nothing is known of the ids that it gives out', s.sequence),
+            format('run: GRANT SELECT ON SEQUENCE %s TO %I', s.sequence, current_user));
+    END IF;
+    last := pg_sequence_last_value(s.sequence);
     SELECT p.position, p.xmin INTO noted, since FROM stream_position p WHERE p.stream = s.number AND p.writer = 0;
     IF s.method = 'positions_table' OR g.sequence IS DISTINCT FROM s.sequence::oid OR g.relation IS DISTINCT FROM s.relation::oid
             OR last IS NULL OR noted IS NULL OR stream_rewritten(s, g)

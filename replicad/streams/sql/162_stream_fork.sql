@@ -38,7 +38,7 @@ COMMENT ON FUNCTION stream_generation_add(stream, bigint, integer[], bigint[], t
 --    Where the rows cannot prove it, and a user has to say it (stream_question), no generation begins;
 --  - otherwise: what was noted in the database, which was restored, replicated or kept together with the rows.
 -- What was noted and acknowledged beyond that is lowered to it; ids beyond it are skipped no more. Raises RS001 where the
--- stream was removed.
+-- stream was removed, and RS002 where the sequence changed and may not be read.
 -- Writes stream, stream_generation, stream_position, stream_mark, stream_ack, stream_skip.
 CREATE OR REPLACE FUNCTION stream_fork(stream_number integer, seen text, reason text) RETURNS text
 LANGUAGE plpgsql AS $$
@@ -109,7 +109,8 @@ DECLARE
 BEGIN
     FOR s IN SELECT * FROM stream x ORDER BY x.number LOOP
         g := stream_generation_now(s);
-        CONTINUE WHEN stream_continues(s, g) OR (stream_question_of(s)).problem IS NOT NULL;
+        CONTINUE WHEN stream_continues(s, g) OR (stream_question_of(s)).problem IS NOT NULL
+            OR NOT has_sequence_privilege(s.sequence, 'SELECT');  -- it is not served (stream_denied), and goes on with the right
         old := string_to_array(g.incarnation, '/');
         PERFORM stream_fork(s.number, g.id, CASE
             WHEN old[1] <> present[1] THEN 'other_server'

@@ -31,6 +31,7 @@ BEGIN
     s.fed := s.sequence IS NOT DISTINCT FROM stream_sequence(tbl, id_column);
     s.relation_named := stream_named(tbl);
     s.sequence_named := stream_named(s.sequence);
+    s.positions_named := stream_named(positions);
     s.also_feeds := ARRAY(SELECT stream_fed_elsewhere(s.sequence, tbl));
     s.parted := '{}';
     s.created_at := clock_timestamp();

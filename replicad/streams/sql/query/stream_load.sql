@@ -30,6 +30,7 @@ SELECT s.number::integer AS number,
     (SELECT quote_ident(n.nspname) FROM home JOIN pg_namespace n ON n.oid = home.schema) AS home,
     s.relation_named,
     s.sequence_named,
+    s.positions_named,
     s.fed,
     s.also_feeds <> '{{}}' AS shares_sequence,
     -- one row per id, by a unique index that covers all partitions; an index of a parent does not cover its heirs

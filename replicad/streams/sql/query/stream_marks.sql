@@ -48,7 +48,7 @@ WITH home AS MATERIALIZED (
                 SELECT concat_ws(' ', 'h', h.xmin, h.ctid) FROM pg_inherits h WHERE h.inhparent = s.relation
                 UNION ALL
                 SELECT concat_ws(' ', 'b', {schema}.stream_bearer(s.relation_named)::oid,
-                    {schema}.stream_bearer(s.sequence_named)::oid)
+                    {schema}.stream_bearer(s.sequence_named)::oid, {schema}.stream_bearer(s.positions_named)::oid)
                 UNION ALL
                 SELECT concat_ws(' ', 'd', d.objid) FROM pg_depend d
                 WHERE d.classid = 'pg_attrdef'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = s.sequence

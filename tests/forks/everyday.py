@@ -30,7 +30,10 @@ DDL: dict[str, tuple[str, ...]] = {
     ),
     "vacuum full": ("VACUUM FULL {t}",),
     "cluster": ("CLUSTER {t} USING {t}_pkey",),
-    "unlogged": ("ALTER TABLE {t} SET UNLOGGED; ALTER TABLE {t} SET LOGGED",),
+    "unlogged": (
+        "ALTER TABLE {t} SET UNLOGGED; ALTER TABLE {t} SET LOGGED; SELECT setval('{s}', nextval('{s}'));"
+        "SELECT replicad.stream_sequence_changed('{t}', 'same')",
+    ),
     "check": (
         "ALTER TABLE {t} ADD CONSTRAINT c CHECK (id > 0) NOT VALID",
         "ALTER TABLE {t} VALIDATE CONSTRAINT c",

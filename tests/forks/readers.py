@@ -6,6 +6,7 @@ Each keeps what it was sent, discards what it is told to discard, and goes on by
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ AGAIN = 0.1  # seconds between two tries
 BETWEEN = 0.6  # seconds between two pages, and between two micro-batches
 REMEMBERED = 2000  # lines
 EARLIEST = "EARLIEST"
+_REFUSED = re.compile("^replicad: stream (\\S+) cannot be served", re.MULTILINE)
 VOID = ("bad_token", "token_expired", "token_ahead")
 BROKEN = (OSError, EOFError, AssertionError, trio.BrokenResourceError, trio.TooSlowError, ReplicadError)
 
@@ -252,22 +254,26 @@ class Tail(Reader):
     """`replicad tail --json` as a process, all streams at one daemon."""
 
     async def run(self) -> None:
-        """`Reader.run`. It ends where its first request is refused, as any command does, and not later."""
+        """`Reader.run`. It ends where its first request for a stream is refused, as any command does, and not later."""
         words = [sys.executable, "-m", "replicad", "tail", *self.kept, "--from", EARLIEST, "--json"]
         words += ["--server", f"{self.address[0]}:{self.address[1]}"]
         while True:
             process = await trio.lowlevel.open_process(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            said: list[str] = []
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._remember, process)
+                    nursery.start_soon(self._remember, process, said)
                     lines = await self._follow(process)
             finally:
                 with suppress(ProcessLookupError):
                     process.kill()
-            if lines:
+            refused = _REFUSED.findall("".join(said))
+            if lines and not any(name in self.kept and not any(self.kept[name].rows.values()) for name in refused):
                 self._found.append(f"tail ended with {await process.wait()} after {lines} lines")
                 return
             self._counts["tail: did not begin"] += 1
+            for stream in self.kept:
+                self.discard(stream, None, None, "begins again")
             await trio.sleep(AGAIN)
 
     async def _follow(self, process: trio.Process) -> int:
@@ -281,9 +287,10 @@ class Tail(Reader):
                 lines += 1
         return lines
 
-    async def _remember(self, process: trio.Process) -> None:
+    async def _remember(self, process: trio.Process, said: list[str]) -> None:
         assert process.stderr is not None
         async for data in process.stderr:
+            said.append(data.decode())
             for line in data.decode().splitlines():
                 self.note("*", f"stderr: {line}")
 

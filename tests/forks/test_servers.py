@@ -6,13 +6,17 @@ Every stream method, tokens of one writer and of several, and every kind of clie
 from __future__ import annotations
 
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import trio
 
+from tests import redis_servers
+
+from .bystanders import CacheWorker, OnlineUsers
 from .ledger import Order
-from .tables import LONE, MANY, TABLES
+from .tables import EVERYDAY, LONE, MANY, TABLES
 from .world import World, blocking, long, open_world
 
 
@@ -208,15 +212,28 @@ async def test_a_crash_loses_what_was_not_flushed_and_no_client_keeps_it(
 async def test_a_crash_of_a_backend_takes_readers_back_from_rows_that_were_sent_and_are_gone(
     postgres_folder: Path, fork_template: Path
 ) -> None:
-    """Writers that do not wait for the disk. Postgres goes on under the same postmaster."""
-    async with open_world(postgres_folder, fork_template) as world:
+    """Writers that do not wait for the disk. Postgres goes on under the same postmaster. Readers of every transport are
+    there, a sender, a cache and a worker that reports who is online: none keeps or serves what is gone.
+    """
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(redis_servers.real_redis(postgres_folder)).url if redis_servers.PROGRAM else None
+        more = () if redis is None else ("--redis", redis)
+        opened = open_world(postgres_folder, fork_template, tables=(*TABLES, *EVERYDAY), more=more)
+        world = await stack.enter_async_context(opened)
         await blocking(world.sql, "ALTER SYSTEM SET wal_writer_delay = '10s'")
         await blocking(world.sql, "SELECT pg_reload_conf()")
         world.hold_all_kinds()
+        world.read_all_ways(postgres_folder, redis)
+        world.writing.go()
         await world.settle("before")
         started = world.sql("SELECT pg_postmaster_start_time()")
         lost = 0
         for _ in range(6):
+            for one in world.bystanders:
+                if isinstance(one, CacheWorker):
+                    await one.write(world.rng)
+                elif isinstance(one, OnlineUsers):
+                    one.toggle(world.rng)
             inserts = "; ".join(table.insert(3) for table in TABLES if table.method == "lock_watch")
             begun = f"SET application_name = 'w2'; BEGIN; SET LOCAL synchronous_commit = off; {inserts}"
             await blocking(world.sql, f"{begun}; SELECT pg_sleep(0.1); COMMIT")  # the ids are on disk meanwhile

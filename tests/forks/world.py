@@ -90,8 +90,10 @@ class Server:
                 assert self._process.poll() is None, f"the daemon ended: {self.said()}"
                 await trio.sleep(0.02)
 
-    def said(self, last: int = 2000) -> str:
-        return self.log.read_text(errors="replace")[-last:] if self.log.exists() else ""
+    def said(self, last: int = 6000) -> str:
+        """The end of its log, without the sessions that come and go."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(line for line in lines if '"event": "session_' not in line)[-last:]
 
     @property
     def runs(self) -> bool:

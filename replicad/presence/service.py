@@ -3,7 +3,9 @@
 The settings are read every second. While Postgres is away the daemon goes on accepting reports and writes the result
 when it is back. The daemons watch each other's beats (docs/leases.md). If a daemon's beat does not change for the time
 to live and a grace period, the first daemon that sees it clears the users of that daemon. A daemon that was cleared
-takes a new id and writes all its users again. SQL decides which users are online (presence/sql).
+takes a new id and writes all its users again. SQL decides which users are online (presence/sql). While a dump is
+restored presence looks as if it was not enabled, so reports are kept and taken for an hour then: workers do not send
+them again.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class PresenceIntervals:
     sweep: float = 60.0  # between two looks for addresses that are too old
     retry: float = 0.2  # before a statement that failed is tried again; doubles up to `longest_retry`
     longest_retry: float = 5.0
+    kept: float = 3600.0  # users in memory once presence is not enabled any more; a dump may be restored just then
     max_ips: int = 50_000  # places that wait for Postgres, some 30 MB
     restarts: Restarts = Restarts()
 
@@ -62,7 +65,7 @@ class PresenceStatistics:
 
 
 class PresenceService:
-    """Receives the reports of all sessions of one daemon. They have no effect while presence is not enabled."""
+    """Receives the reports of all sessions of one daemon. They have no effect before presence is enabled."""
 
     def __init__(
         self,
@@ -77,8 +80,9 @@ class PresenceService:
         self._troubles = troubles
         self._name = f"{settings.server_name} pid {os.getpid()}"
         self._limit = settings.limits.presence_devices
-        self._roster: Roster | None = None  # None: not enabled
-        self._look: PresenceSettings | None = None
+        self._roster: Roster | None = None  # None: not enabled, and not for the last `kept` seconds
+        self._look: PresenceSettings | None = None  # None: not enabled
+        self._ended = 0.0  # when presence was found not to be enabled any more
         self._checked: str | None = None  # the fingerprint under which all rows were found
         self._suspected: str | None = None  # a new fingerprint that was seen once
         self._me: UUID | None = None  # None: not enlisted, or cleared by another daemon
@@ -146,7 +150,7 @@ class PresenceService:
 
     def user_ip(self, command: UserIp) -> None:
         """USER_IP: an address of a user. Raises PresenceRefused."""
-        if self._roster is not None:
+        if self._look is not None:
             self._sightings.add(read(command))
             self._ips_came.set()
 
@@ -158,7 +162,7 @@ class PresenceService:
 
     def statistics(self) -> PresenceStatistics:
         """Counts, as one frozen value."""
-        roster = None if self._roster is None else self._roster.statistics()
+        roster = None if self._roster is None or self._look is None else self._roster.statistics()
         return PresenceStatistics(roster, len(self._sightings), self._written)
 
     # --- life ---
@@ -169,7 +173,7 @@ class PresenceService:
         May be run again after a failure; the users in memory are kept.
         """
         async with trio.open_nursery() as nursery:
-            if self._roster is not None:
+            if self._look is not None:
                 self._begin_serving(nursery)
             with self._troubles.contain("service", SERVICE, "settings"):
                 await self._look_at_settings(nursery)
@@ -186,18 +190,20 @@ class PresenceService:
                     await self._look_at_daemons(self._look)
 
     async def _look_at_settings(self, nursery: trio.Nursery) -> None:
-        if self._roster is None and not await self._is_usable():
-            return
-        look = await self.book.look()
+        look = await self.book.look() if self._look is not None or await self._is_usable() else None
+        now = trio.current_time()
         if look is None:
-            if self._roster is not None:
-                self._stop()
-        elif self._roster is not None:
-            self._roster.configure(look.grace, look.lost_grace, trio.current_time())
-            self._look = look
-        else:
+            if self._look is not None:
+                self._stop(now)
+            elif now >= self._ended + self._pace.kept:
+                self._roster = None
+            return
+        if self._roster is None:
             self._roster = Roster(self._limit, look.grace, look.lost_grace)
-            self._look = look
+        self._roster.configure(look.grace, look.lost_grace, now)
+        enabled, self._look = self._look is None, look
+        if enabled:
+            self._roster.write_anew()
             self._begin_serving(nursery)
             log.info("presence_enabled", grace=look.grace, lost_grace=look.lost_grace, ttl=look.ttl)
 
@@ -222,9 +228,10 @@ class PresenceService:
         self._troubles.end("service", SERVICE, "schema")
         return True
 
-    def _stop(self) -> None:
+    def _stop(self, now: float) -> None:
         self._scope.cancel()
-        self._roster = self._look = self._me = self._checked = self._suspected = None
+        self._look = self._me = self._checked = self._suspected = None
+        self._ended = now
         self._sightings.clear()
         for name in (SERVICE, *(f"{SERVICE}: {job}" for job in JOBS)):
             self._troubles.forget("service", name)

@@ -121,9 +121,7 @@ async def redis(daemon: Daemon, model: ModelRedis, token: int) -> Told:
 async def spark(daemon: Daemon, model: ModelRedis, token: int) -> Told:
     """A query with a checkpoint of before. It fails, and its user gives it another checkpoint."""
     address = daemon.addresses[0]
-    source = make_source(
-        {"host": address.host, "port": str(address.port), "stream": "events", "pollTimeout": "0"}
-    )
+    source = make_source({"host": address.host, "port": str(address.port), "stream": "events", "pollTimeout": "0"})
 
     def batch(start: dict[str, object] | None) -> list[int]:
         reader = source.streamReader(struct(source))

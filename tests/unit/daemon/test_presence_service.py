@@ -278,6 +278,31 @@ async def test_presence_is_enabled_and_disabled_while_the_daemon_runs(autojump_c
         assert world.causes() == set()
 
 
+async def test_users_are_written_again_after_a_restore_that_took_the_settings_away_for_a_while(
+    autojump_clock: MockClock,
+) -> None:
+    """Workers know nothing of it, and send no report again; what they report meanwhile counts too."""
+    async with open_presence() as world:
+        client = world.connect()
+        await client.say("USER_SYNC w @a:x None start 1", "USER_SYNC w @b:x None start 1")
+        await settle()
+        world.book.settings = None
+        await settle(100)
+        assert world.service.statistics().roster is None
+        await client.say("USER_SYNC w @c:x None start 1", "USER_SYNC w @b:x None end 1")
+        world.book.online.clear()
+        world.book.beats_of.clear()
+        world.book.settings = LOOK
+        await settle(10)
+        assert world.book.users == {"@a:x", "@c:x"}
+        world.book.settings = None
+        await settle(4000)
+        world.book.online.clear()
+        world.book.settings = LOOK
+        await settle(10)
+        assert world.book.users == set(), "it was disabled for good, and forgot them"
+
+
 async def test_more_devices_than_there_may_be_are_refused_and_the_connection_stays(autojump_clock: MockClock) -> None:
     async with open_presence(presence_devices=1) as world:
         client = world.connect()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from replicad.errors import EnvironmentRefused
-from replicad.postgres.bridge import Connection, Database, quote_ident
+from replicad.postgres.bridge import Connection, Database, load_sql, quote_ident
 
 TABLE = "cities"
 COLUMNS = (
@@ -29,8 +29,6 @@ COLUMNS = (
 )
 MIN_POPULATION = 5000  # selects one of the package's four files: about 69,000 cities, 2 MB of names
 CONTINENTS = ("AF", "AS", "EU", "NA", "OC", "SA", "AN")  # shard 1, 2, ...
-
-_SQL = Path(__file__).parent / "sql"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ async def fill_shard(db: Database, shard: Shard) -> int:
         schema = quote_ident(shard.schema)
         await connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE; CREATE SCHEMA {schema}")
         await connection.execute(f"SET LOCAL search_path TO {schema}")
-        await connection.execute((_SQL / "cities.sql").read_text(encoding="utf-8"))
+        await connection.execute(load_sql("demo_cities"))
         loaded = await connection.copy_in(TABLE, columns=COLUMNS, records=shard.rows, schema=shard.schema)
     await db.execute(f"ANALYZE {shard.table}")
     return loaded
@@ -129,22 +127,21 @@ class CityChanges:
 async def change_shard(db: Database, shard: Shard) -> CityChanges:
     """Update every 10th city, delete every 97th and insert one beside every 101st, in three transactions."""
     counts = []
-    for name in ("update", "delete", "insert"):
+    for name in ("demo_update", "demo_delete", "demo_insert"):
         async with db.connection() as connection, connection.transaction():
             await connection.execute(f"SET LOCAL search_path TO {quote_ident(shard.schema)}")
-            counts.append(await _affected(connection, (_SQL / f"{name}.sql").read_text(encoding="utf-8")))
+            counts.append(await _affected(connection, load_sql(name)))
     return CityChanges(*counts)
 
 
 async def make_census(db: Database) -> None:
     """Create the table of the stream `census`, dropping an old one."""
-    await db.execute((_SQL / "census.sql").read_text(encoding="utf-8"))
+    await db.execute(load_sql("demo_census"))
 
 
 async def note_census(db: Database, shard: Shard, changes: CityChanges) -> None:
     """Insert the row of the census with the changes of a shard."""
-    sql = (_SQL / "note.sql").read_text(encoding="utf-8")
-    await db.execute(sql, shard.number, changes.updated, changes.deleted, changes.inserted)
+    await db.execute(load_sql("demo_note"), shard.number, changes.updated, changes.deleted, changes.inserted)
 
 
 async def _affected(connection: Connection, sql: str) -> int:

@@ -25,8 +25,8 @@ async def fetch_holders(
     own: Collection[Backend],
     feeds: Mapping[int, int],
 ) -> list[Row]:
-    """The rows of horizon_holders.sql. `own`: sessions that only delete from tables with `own_deletes`. `feeds`: by
-    sequence, `Watched.feeds`.
+    """The rows of the query horizon_holders. `own`: sessions that only delete from tables with `own_deletes`. `feeds`:
+    by sequence, `Watched.feeds`.
     """
     tables = [source for source in sources if isinstance(source, LockSource)]
     keys = {source.proof_key for source in sources if isinstance(source, ReservationSource)}

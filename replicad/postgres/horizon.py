@@ -300,7 +300,8 @@ class Horizon:
         """Check streams: refuse those that cannot be served, accept those that were mended.
 
         Of many streams that work, some are checked in turn: the first poll that moves one of them compares its name and
-        its sequence (horizon_holders.sql), and what differs is checked at once. `relations`: as in `_inspect_soon`.
+        its sequence (the query horizon_holders), and differences are checked at once. `relations`: as in
+        `_inspect_soon`.
         """
         looked_at = self._to_inspect(relations)
         tables = [w.source.table for w in looked_at]

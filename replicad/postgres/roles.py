@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicad.postgres.literals import quote_ident, quote_literal
-from replicad.postgres.schema_text import PACKAGE, load
+from replicad.postgres.statements import load_sql
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,7 @@ def script(roles: Roles, stream_schema: str = "replicad", tube_schema: str = "tu
         "cache_write": quote_literal(f"{home}.cache_write(text, jsonb)"),
     }
     names = ["roles", *(["roles_writers"] if roles.writers else []), *(["roles_operators"] if roles.operators else [])]
-    parts = [
-        re.sub(r"\{(\w+)\}", lambda found: values[found[1]], load(PACKAGE)[f"schema/{name}.sql"]) for name in names
-    ]
+    parts = [re.sub(r"\{(\w+)\}", lambda found: values[found[1]], load_sql(name)) for name in names]
     return "BEGIN;\n" + "\n".join(parts) + "COMMIT;\n"
 
 

@@ -13,7 +13,7 @@ Each feature's folder has its part in `sql/`. This file finds out which version 
                         are gone, or whose result or names of arguments changed; N is then the version in part.toml
     sql/down.sql        one statement, run first when the part is removed: undoes what is outside of the schema
     sql/released.json   what each released version created
-    sql/query/NAME.sql  not installed: a query of the program, see `statements`
+    sql/query/TOPIC.sql not installed: queries of the program, see `statements`
 
 Functions, tables, sequences, views and types that the files create at the start of a line are removed by name.
 

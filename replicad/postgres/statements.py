@@ -1,23 +1,30 @@
 """The SQL that the features send: queries from files, and calls of functions by name.
 
-A query that is more than a call is in `sql/query/` of its feature, and `statement` fills in the schema. A call of
-one SQL function needs no file: `call_rows`, `call_row` and `call_value` make its text from the function's name. The
-arguments go by position, and Postgres takes their types from the function's signature. A call must therefore have a
-query file of its own where an argument is an expression, or where a cast does something (cut a long name, say).
+A query that is more than a call is in `sql/query/` of its feature: a file for each topic, in which a line
+`-- name: <query>` opens each query. `statement` fills in the schema. A call of one SQL function needs no query in a
+file: `call_rows`, `call_row` and `call_value` make its text from the function's name. The arguments go by position, and
+Postgres takes their types from the function's signature. A call must therefore have a query in a file where an argument
+is an expression, or where a cast does something (cut a long name, say).
 
 All texts are kept, so that a repeated call has the same text and the driver finds its prepared statement.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from replicad.postgres.literals import quote_ident
 
-# All files are read at import: a daemon that serves many clients may have no file descriptor left when it needs one.
-_QUERIES = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].glob("*/sql/query/*.sql")}
+MOST_BYTES = 256 * 1024
+"""A larger file of queries is refused: it is another file by mistake. All queries together have 40 KiB."""
+
+_NAMING = re.compile(r"^-- name:(.*)\n?", re.MULTILINE)
+_NAME = re.compile(r" ([a-z][a-z0-9_]{0,62})")
+_NOTE = re.compile(r"\s*(--.*)?")
 
 
 class Queries(Protocol):
@@ -30,8 +37,50 @@ class Queries(Protocol):
     async def fetch_value(self, sql: str, *args: object) -> Any: ...
 
 
+def read_queries(files: Iterable[Path]) -> dict[str, str]:
+    """The queries of these files by name, each as its text stands between its line `-- name: <query>` and the next one,
+    without the blank lines around it. Comments before the first query of a file speak of the file.
+
+    Raises ValueError, with the file, for a file that is too large, for SQL before the first name, for a name that is
+    not in lower case with digits and underscores, for a name that is there twice, and for a name without SQL.
+    """
+    found: dict[str, str] = {}
+    places: dict[str, Path] = {}
+    for path in files:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"{path} has {size} bytes; a file of queries has at most {MOST_BYTES}")
+        head, *parts = _NAMING.split(path.read_text(encoding="utf-8"))
+        if not _is_comment(head):
+            raise ValueError(f"{path} has SQL before the first line `-- name: <query>`")
+        for words, text in zip(parts[::2], parts[1::2], strict=True):
+            name = _NAME.fullmatch(words)
+            if name is None:
+                raise ValueError(
+                    f"{path} has the line `-- name:{words}`, which names no query; a name is like a_name_1"
+                )
+            if name[1] in found:
+                raise ValueError(f"the query {name[1]} is in {places[name[1]]} and again in {path}; names are unique")
+            if _is_comment(text):
+                raise ValueError(f"the query {name[1]} in {path} has no SQL")
+            found[name[1]], places[name[1]] = text.strip("\n") + "\n", path
+    return found
+
+
+def _is_comment(text: str) -> bool:
+    return all(_NOTE.fullmatch(line) for line in text.splitlines())
+
+
+# All files are read at import: a daemon that serves many clients may have no file descriptor left when it needs one.
+_QUERIES: Mapping[str, str] = read_queries(sorted(Path(__file__).parents[1].glob("*/sql/query/*.sql")))
+
+
 def load_sql(name: str) -> str:
-    """The text of `sql/query/<name>.sql` in any folder of the package; names are unique. Opens no file."""
+    """The text of the query of that name, of whatever feature; names are unique. Opens no file.
+
+    Raises LookupError where no file of queries has the name.
+    """
+    if name not in _QUERIES:
+        raise LookupError(f"no file in sql/query of any feature has the line `-- name: {name}`")
     return _QUERIES[name]
 
 

@@ -306,7 +306,7 @@ class Watched:
         self.blocked_by = holder
 
     def unfit(self, found: Mapping[int, Mapping[str, Any]]) -> str | None:
-        """Why this stream cannot be served, with the remedy, or None; `found` are horizon_inspect.sql's rows by oid."""
+        """Why this stream cannot be served, with the remedy, or None. `found`: rows of horizon_inspect by oid."""
         stream = f'stream "{self.name}"'
         if self.strayed is not None:
             return f"{stream} waits: {self.strayed}"
@@ -338,7 +338,7 @@ class Watched:
         return self.file_replaced
 
     def feed(self, value: Value, given_out: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
-        """One poll of a sequence-fed stream; `listed` are the rows of horizon_holders.sql that concern it."""
+        """One poll of a sequence-fed stream; `listed` are the rows of the query horizon_holders that concern it."""
         assert self.locks is not None
         self._note_foreign_reservations(value.last_value)
         holds: list[Hold] = []

@@ -2,7 +2,7 @@
 
 To load one stream takes Postgres some three milliseconds: it asks the catalogs for everything that serving the stream
 depends on. So a look loads only three kinds: streams whose rows in our tables or in the catalogs were written since
-(query/stream_marks.sql), streams that the caller suspects, and one in turn, for changes that no mark shows. The rows in
+(the query stream_marks), streams that the caller suspects, and one in turn, for changes that no mark shows. The rows in
 the catalogs are compared in turn as well, more at a time after the statistics have shown that any was written. No
 position depends on a look: polls and reads check the oids and files of tables and sequences themselves
 (docs/positions.md).

@@ -1,4 +1,4 @@
-"""SQL and its users fit: each query has a file and each file a query, and each function is called as it is defined."""
+"""SQL and its users fit: each query is used, and each query and function that the code uses is there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from replicad.postgres import schema, schema_text
+from replicad.postgres.statements import read_queries
 from tests.source import IN_ONE_PROCESS, PACKAGE, ROOT, constants, modules
 
 pytestmark = IN_ONE_PROCESS
@@ -21,7 +22,7 @@ CALLERS = {"call_rows": 2, "call_row": 2, "call_value": 2, "rows_call": 1, "valu
 FUNCTION = re.compile(r"^CREATE\s+(?:OR\s+REPLACE\s+)?(?:FUNCTION|PROCEDURE)\s+(\w+)", re.MULTILINE)
 NO_CALL = re.compile(r"--[^\n]*|^COMMENT ON [^;]*;|^(?:GRANT|REVOKE) [^;]*;", re.MULTILINE)
 
-NAMES = sorted(path.stem for path in PACKAGE.glob("*/sql/query/*.sql"))
+QUERIES = read_queries(sorted(PACKAGE.glob("*/sql/query/*.sql")))
 
 
 def arguments(places: Mapping[str, int]) -> set[str]:
@@ -42,24 +43,19 @@ def installed() -> dict[Path, str]:
     return {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.glob("*/sql/**/[0-9]*.sql"))}
 
 
-def test_every_file_of_a_query_is_named_by_the_code() -> None:
-    assert [name for name in NAMES if name not in constants()] == [], "nothing loads these files of sql/query"
+def test_every_query_is_named_by_the_code() -> None:
+    assert [name for name in QUERIES if name not in constants()] == [], "nothing loads these queries of sql/query"
 
 
-def test_no_two_queries_have_one_name() -> None:
-    assert len(set(NAMES)) == len(NAMES), "load_sql finds a query by its name, in whatever feature it is"
-
-
-def test_every_query_that_the_code_names_has_a_file() -> None:
+def test_every_query_that_the_code_names_is_in_a_file() -> None:
     names = arguments(dict.fromkeys(LOADERS, 0))
     assert len(names) > 20
-    assert sorted(names - set(NAMES)) == [], "there is no such file in sql/query"
+    assert sorted(names - set(QUERIES)) == [], "there is no such query in sql/query"
 
 
-def test_no_file_of_a_query_holds_a_mere_call() -> None:
+def test_no_query_is_a_mere_call() -> None:
     mere = re.compile(r"SELECT (\* FROM )?\{schema\}\.\w+\((\$\d(, )?)*\)\s*")
-    files = PACKAGE.glob("*/sql/query/*.sql")
-    assert [file.stem for file in files if mere.fullmatch(file.read_text(encoding="utf-8"))] == [], "use call_value"
+    assert [name for name, text in QUERIES.items() if mere.fullmatch(text)] == [], "use call_value"
 
 
 def test_every_function_that_the_code_calls_is_installed() -> None:
@@ -70,8 +66,8 @@ def test_every_function_that_the_code_calls_is_installed() -> None:
 
 
 def test_every_function_of_the_schema_is_called_or_documented() -> None:
-    queries = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("sql/query/*.sql")]
-    used = "\n".join([*(NO_CALL.sub("", text) for text in [*installed().values(), *queries]), *constants()])
+    texts = [*installed().values(), *QUERIES.values()]
+    used = "\n".join([*(NO_CALL.sub("", text) for text in texts), *constants()])
     words = Counter(re.findall(r"\w+", used))
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     older = called_by_older_programs()

@@ -85,7 +85,7 @@ class Seen:
         return found  # type: ignore[no-any-return]
 
     async def server(self) -> Row:
-        """The row of doctor_server.sql."""
+        """The row of the query doctor_server."""
 
         async def look() -> Row:
             query = load_sql("doctor_server")
@@ -123,7 +123,7 @@ class Seen:
         return await self._once("backfills", lambda: self.db.fetch(query))
 
     async def senders(self) -> Sequence[Row]:
-        """The rows of doctor_senders.sql; none where the tables of senders are not installed."""
+        """The rows of the query doctor_senders; none where the tables of senders are not installed."""
 
         async def look() -> Sequence[Row]:
             schema = self.settings.stream_schema

@@ -4,7 +4,7 @@
 
 -- stream_proof_key(number, holder): the key of a proof. Bits 48 and up: 0x1200 + the stream's number; below: the start of a
 -- SHA-256. holder is `x` and the transaction's id, or `s`, the session's pid, a blank, and the oid of the role that it
--- logged in as; both can be seen of every session. horizon_holders.sql computes the same. NULL if there is no secret.
+-- logged in as; both can be seen of every session. The query horizon_holders computes the same. NULL if there is no secret.
 CREATE OR REPLACE FUNCTION stream_proof_key(number integer, holder text) RETURNS bigint
 LANGUAGE plpgsql STABLE AS $$  -- and not sql: that would be planned anew for every transaction of a writer
 DECLARE

@@ -35,7 +35,7 @@ COMMENT ON FUNCTION stream_shell(text) IS 'A word as an argument of a command in
 --    them by their names.
 --  - The sequence feeds a table that it did not feed when the stream was added: that table is about to take the place of
 --    the stream's table, and its ids would pass as gaps. A partition that was detached is no such table.
--- The daemon asks in each poll that moves a position, after it has read the last value (horizon_holders.sql).
+-- The daemon asks in each poll that moves a position, after it has read the last value (the query horizon_holders).
 CREATE OR REPLACE FUNCTION stream_name_fault(s stream, OUT problem text, OUT remedy text)
 LANGUAGE plpgsql STABLE AS $$
 DECLARE

@@ -1,8 +1,0 @@
--- The oldest parked pods of a tube ($1), $2 at most, for people: the first 20 ids of each (as texts: numbers of
--- JavaScript hold 53 bits), and the start of its error.
-SELECT p.parked AS number, p.shard, p.op::text AS op, p.ids[1:20]::text[] AS ids, cardinality(p.ids) AS id_count, p.tries,
-    extract(epoch FROM p.parked_at)::float8 AS at, left(p.error, 1000) AS error
-FROM {schema}.tube_parked AS p
-WHERE p.tube = $1
-ORDER BY p.parked
-LIMIT $2

@@ -162,7 +162,8 @@ class System:
             sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
             "--database", self.url, "--log-level", "warning", *options,
         ]  # fmt: skip
-        with log.open("ab") as output, process(command, output=output) as started:
+        # PYTHONMALLOC as in deploy/
+        with log.open("ab") as output, process(command, output=output, PYTHONMALLOC="malloc") as started:
             wait_until(ready.exists, "the daemon to listen", started)
             host, _, port = ready.read_text(encoding="utf-8").strip().rpartition(":")
             yield Daemon(host, int(port), psutil.Process(started.pid), log)
@@ -190,10 +191,17 @@ def system() -> Iterator[System]:
 
 
 @contextmanager
-def process(command: Sequence[str], output: object = subprocess.DEVNULL) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is gone at the end of the block."""
+def process(
+    command: Sequence[str], output: object = subprocess.DEVNULL, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has ended at the end of the block. `variables` are added to its environment."""
     started = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment(), start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=_environment() | variables,
+        start_new_session=True,
     )
     try:
         yield started

@@ -10,13 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from replicad.cli.allocator import choose_allocator
-
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line on `arguments` (default: the process's own) and exit with its status."""
-    if arguments is None:
-        choose_allocator(sys.argv[0], sys.argv[1:])
     try:
         from replicad.cli.app import run
     except KeyboardInterrupt:  # Ctrl-C while it starts; `run` handles those that come later

@@ -2,7 +2,10 @@
 
 The allocator of glibc keeps what lies below the last byte in use: hundreds of megabytes after thousands of clients that
 sent half a line each. Python has lists of free objects beside it, thousands that lie all over the memory of a rush and
-keep its pages. Elsewhere (musl, macOS) nothing is done. `cli/allocator.py` has the other half of it.
+keep its pages. Elsewhere (musl, macOS) nothing is done.
+
+Python's own allocator has blocks of 1 MiB, and each stays as long as one small object in it lives. So the unit and the
+image start the daemon with PYTHONMALLOC=malloc (docs/operating.md, "Sizing").
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import trio
 
-from replicad.cli.allocator import VARIABLE, is_suitable
+from replicad.daemon.heap import allocator_of_this_process
 from replicad.postgres.bridge import open_database
 
 from .test_process_bounds import HANG, Served, add_things, serving
@@ -21,11 +21,11 @@ CROWD = 1500
 LEFT = 0.5  # of what the crowd took, at most; a third is usual here, and all of it with Python's own allocator
 
 
-@pytest.mark.skipif(not is_suitable(), reason="memory goes back page by page with glibc 2.33 and newer only")
+@pytest.mark.skipif(allocator_of_this_process() is None, reason="needs glibc 2.33 or newer")
 async def test_the_memory_of_a_crowd_goes_back_to_the_system(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("PYTHONMALLOC", "malloc")  # as in deploy/
     async with open_database(database_url, size=1, application_name="test") as database:
         await add_things(database)
         await database.execute(

@@ -168,6 +168,11 @@ def test_the_unit_has_files_for_all_connections_and_is_watched() -> None:
     assert (unit["Type"], unit["KillMode"]) == ("notify", "mixed")
 
 
+def test_the_unit_and_the_image_choose_the_allocator_that_gives_memory_back() -> None:
+    assert UNIT["Service"]["Environment"] == "PYTHONMALLOC=malloc"
+    assert re.search(r"^ENV .*\bPYTHONMALLOC=malloc\b", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+
+
 def test_ports_and_probes_are_those_of_the_daemon() -> None:
     settings = in_kubernetes().settings()
     assert settings.http is not None

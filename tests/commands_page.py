@@ -12,13 +12,9 @@ from pathlib import Path
 import click
 
 from replicad.cli.app import root
-from replicad.config.declaring import Setting, settings_of
-from replicad.config.limits import Limits
-from replicad.config.settings import ClientSettings, DatabaseSettings, LogSettings, ServerSettings
 from replicad.terminal.command import SectionOption
 
 PAGE = Path(__file__).parents[1] / "docs/commands.md"
-KINDS = (ServerSettings, DatabaseSettings, Limits, ClientSettings, LogSettings)
 COMMON = ("--debug", "--help", "-h", "--context")  # named once, at the top
 HEAD = """# Commands
 
@@ -59,12 +55,14 @@ def section(path: str, one: click.Command, shown: dict[str, str]) -> Iterator[st
     yield from prose(one.epilog or "")
     sections: dict[str, list[str]] = {}
     for param in one.get_params(context):
-        record = param.get_help_record(context) if isinstance(param, click.Option) else None
-        if record is None or set(param.opts) & set(COMMON):
+        if not isinstance(param, click.Option) or set(param.opts) & set(COMMON):
+            continue
+        record = param.get_help_record(context)
+        if record is None:
             continue
         name = param.section if isinstance(param, SectionOption) else "Options"
         shape = f"<code>{cell(record[0])}</code>" if "|" in record[0] else f"`{record[0]}`"
-        sections.setdefault(name, []).append(f"| {shape} | {variable(param)} | {cell(record[1])} |")
+        sections.setdefault(name, []).append(f"| {shape} | {variable(param)} | {cell(meaning(param, record[1]))} |")
     for name, rows in sections.items():
         table = "\n".join([f"| {name} | variable | |", "|---|---|---|", *rows, ""])
         if len(rows) > 1 and table in shown:
@@ -94,23 +92,18 @@ def prose(text: str) -> Iterator[str]:
             yield f"{' '.join(lines)}\n"
 
 
-def variable(param: click.Parameter) -> str:
+def variable(param: click.Option) -> str:
     """The variable that an option can be set by, or nothing."""
-    help_text = param.help if isinstance(param, click.Option) else None
-    named = SETTINGS.get(param.name or "", ())
-    found = [one.variable for one in named if help_text is not None and help_text.startswith(one.help)]
-    given = param.envvar if isinstance(param.envvar, str) else None
-    return f"`{given or found[0]}`" if given or found else ""
+    made = param.setting if isinstance(param, SectionOption) else None
+    found = made.variable if made is not None else param.envvar
+    return f"`{found}`" if isinstance(found, str) else ""
 
 
-def _settings() -> dict[str, list[Setting]]:
-    found: dict[str, list[Setting]] = {}
-    for made in (one for kind in KINDS for one in settings_of(kind)):
-        found.setdefault(made.name, []).append(made)
-    return found
+def meaning(param: click.Option, text: str) -> str:
+    """What the help says of the option, and what the declaration says besides."""
+    made = param.setting if isinstance(param, SectionOption) else None
+    return text if made is None or not made.more else text.replace(made.help, f"{made.help} {made.more}", 1)
 
-
-SETTINGS = _settings()
 
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")

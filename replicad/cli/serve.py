@@ -11,7 +11,7 @@ import click
 
 from replicad.config.limits import Limits
 from replicad.config.settings import DatabaseSettings, ServerSettings, read_settings
-from replicad.terminal.command import ReplicadCommand, option, settings_options
+from replicad.terminal.command import COMMON, ReplicadCommand, option, settings_options
 
 
 @click.command(
@@ -31,20 +31,19 @@ Examples:
     "config",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="TOML file of settings: max_line = '2MiB' for --max-line 2MiB.",
+    section=COMMON,
+    help="TOML file of settings, such as max_line = '2MiB'.",
 )
+@settings_options(DatabaseSettings)
 @settings_options(ServerSettings)
-@settings_options(DatabaseSettings, "Database")
-@settings_options(Limits, "Limits")
+@settings_options(Limits)
 def command(config: Path | None, **options: Any) -> None:
     """Serve the streams and tubes of a Postgres over TCP, until SIGTERM or SIGINT.
 
-    Without --database it starts an embedded Postgres. It installs the SQL that it needs if it is missing, upgrades an
-    older version, and logs that.
-
-    Sizes are bytes (128KiB, 1MiB), times are seconds (0.5, 500ms, 2m, 7d). Every option is also a variable: --max-line
-    is REPLICAD_MAX_LINE. The command line overrides the environment, and the environment overrides the file.
-    The secret for AUTH comes from --token-file or from REPLICAD_TOKEN.
+    Without --database it starts an embedded Postgres. It installs or upgrades its SQL. Sizes are bytes (128KiB, 1MiB),
+    times are seconds (0.5, 500ms, 2m, 7d). Every option is also a variable (--max-line: REPLICAD_MAX_LINE) and a key of
+    the file; the command line counts before the environment, and this before the file. docs/commands.md says more of
+    each option.
     """
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # until the daemon handles them
         if signal.getsignal(number) is signal.SIG_DFL and not (

@@ -37,6 +37,8 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     unit: str = ""
+    group: str = ""  # the topic under which `--help` lists it; else GROUP of the class
+    more: str = ""  # what docs/commands.md says besides `help`
     on_command_line: bool = True  # False for secrets: every user of the machine can see a command line
     is_flag: bool = False  # an option without a value
 
@@ -88,6 +90,8 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     unit: str = "",
+    group: str = "",
+    more: str = "",
     secret: bool = False,
     in_repr: bool = True,
 ) -> T:
@@ -95,21 +99,23 @@ def setting(
 
     `secret` keeps the value out of the command line, messages and repr(); `in_repr=False` out of repr() only.
     """
-    spec = Setting("", default, help, placeholder, parse, minimum, maximum, unit, on_command_line=not secret)
+    spec = Setting(
+        "", default, help, placeholder, parse, minimum, maximum, unit, group, more, on_command_line=not secret
+    )
     made: T = field(default=default, repr=in_repr and not secret, metadata={_KEY: spec})
     return made
 
 
-def _setting_in(entry: Field[Any]) -> Setting:
-    made: Setting = replace(entry.metadata[_KEY], name=entry.name)
-    return made
+def _setting_in(kind: type, entry: Field[Any]) -> Setting:
+    spec: Setting = entry.metadata[_KEY]
+    return replace(spec, name=entry.name, group=spec.group or getattr(kind, "GROUP", ""))
 
 
 def settings_of(kind: type, *, nested: bool = True) -> Iterator[Setting]:
     """All settings of a settings dataclass and (`nested`) of the dataclasses inside it, in the order of the fields."""
     for entry in fields(kind):
         if _KEY in entry.metadata:
-            yield _setting_in(entry)
+            yield _setting_in(kind, entry)
         elif nested and is_dataclass(entry.default):
             yield from settings_of(type(entry.default))
 
@@ -121,7 +127,7 @@ def check_ranges(settings: Any, *ordered: tuple[str, str]) -> None:
     """
     for entry in fields(settings):
         if _KEY in entry.metadata:
-            made = _setting_in(entry)
+            made = _setting_in(type(settings), entry)
             made.check(getattr(settings, entry.name), made.option)
     for less, more in ordered:
         low, high = getattr(settings, less), getattr(settings, more)
@@ -140,9 +146,10 @@ def load(
     values: dict[str, Any] = {}
     for entry in fields(kind):  # type: ignore[arg-type]
         if _KEY not in entry.metadata:
-            values[entry.name] = load(type(entry.default), options, environ, file)
+            if is_dataclass(entry.default):
+                values[entry.name] = load(type(entry.default), options, environ, file)
             continue
-        made = _setting_in(entry)
+        made = _setting_in(kind, entry)
         candidates = (
             (made.option, options.get(made.name)),
             (made.variable, environ.get(made.variable) or None),
@@ -273,28 +280,28 @@ def choice_of(*names: str) -> Callable[[str], str]:
 # --- kinds of settings: `setting` with a parser, placeholder and unit ---
 
 
-def count(default: int, help: str, low: int, high: int) -> int:
+def count(default: int, help: str, low: int, high: int, *, group: str = "", more: str = "") -> int:
     """A setting that is a whole number."""
-    return setting(default, help, "N", whole_number, minimum=low, maximum=high)
+    return setting(default, help, "N", whole_number, minimum=low, maximum=high, group=group, more=more)
 
 
-def flag(help: str) -> bool:
+def flag(help: str, *, group: str = "", more: str = "") -> bool:
     """A setting that is off unless it is named: an option without a value."""
-    spec = Setting("", False, help, "", yes_or_no, is_flag=True)
+    spec = Setting("", False, help, "", yes_or_no, group=group, more=more, is_flag=True)
     made: bool = field(default=False, metadata={_KEY: spec})
     return made
 
 
-def duration(default: float, help: str, low: float, high: float) -> float:
+def duration(default: float, help: str, low: float, high: float, *, group: str = "", more: str = "") -> float:
     """A setting that is a time in seconds."""
-    return setting(default, help, "SECONDS", seconds, minimum=low, maximum=high, unit="seconds")
+    return setting(default, help, "SECONDS", seconds, minimum=low, maximum=high, unit="seconds", group=group, more=more)
 
 
-def amount(default: int, help: str, low: int, high: int) -> int:
+def amount(default: int, help: str, low: int, high: int, *, group: str = "", more: str = "") -> int:
     """A setting that is a number of bytes."""
-    return setting(default, help, "BYTES", size, minimum=low, maximum=high, unit="bytes")
+    return setting(default, help, "BYTES", size, minimum=low, maximum=high, unit="bytes", group=group, more=more)
 
 
-def choice(default: str, help: str, *names: str) -> str:
+def choice(default: str, help: str, *names: str, group: str = "", more: str = "") -> str:
     """A setting that is one of a few words."""
-    return setting(default, help, "|".join(names), choice_of(*names))
+    return setting(default, help, "|".join(names), choice_of(*names), group=group, more=more)

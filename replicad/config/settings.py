@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from replicad.config.browser_tokens import BrowserKeys, read_browser_keys
 from replicad.config.declaring import choice, duration, flag, load, path, read_file, setting, text_of
@@ -114,17 +114,17 @@ def _redis(text: str) -> str:
 class DatabaseSettings:
     """The Postgres to use, and the names of replicad's schemas in it."""
 
+    GROUP: ClassVar = "Postgres"
+
     database: str | None = setting(
         None,
-        "Postgres to use, PostgreSQL 15 or newer. Default: an embedded one, which `serve` starts (extra `embedded`) "
-        "and the other commands use while it runs.",
+        "Postgres to use, 15 or newer. Default: an embedded one.",
         "URL",
         _database,
         in_repr=False,
+        more="`serve` starts the embedded one (extra `embedded`); the other commands use it while it runs.",
     )
-    data_folder: Path = setting(
-        Path(".replicad/postgres"), "Where the embedded Postgres keeps its data.", "FOLDER", path
-    )
+    data_folder: Path = setting(Path(".replicad/postgres"), "Data of the embedded Postgres.", "FOLDER", path)
     tube_schema: str = setting("tube", "Schema of the tubes and their functions.", "SCHEMA", _SCHEMA)
     stream_schema: str = setting("replicad", "Schema of the registry of streams.", "SCHEMA", _SCHEMA)
 
@@ -148,93 +148,153 @@ class ServerSettings:
     """All settings of `replicad serve`. An empty `server_name` becomes this machine's name."""
 
     database: DatabaseSettings = DatabaseSettings()
+    allow_superuser: bool = flag(
+        "Let the daemon's role be a superuser of Postgres.",
+        group="Postgres",
+        more="The role of the embedded one may always be a superuser.",
+    )
+    wait_for_database: float = duration(
+        0,
+        "Time for Postgres to answer at the start.",
+        0,
+        86_400,
+        group="Postgres",
+        more="0: end at once if it does not answer.",
+    )
     listen: Address = setting(
         Address(DEFAULT_HOST, DEFAULT_PORT),
-        "Address for clients; port 0: a free one. For other machines use --token-file and TLS as well.",
+        "Address for clients.",
         "HOST:PORT",
         parse_address,
+        group="Addresses and TLS",
+        more="Port 0: a free one. For other machines use --token-file and TLS as well.",
     )
-    server_name: str = setting("", "Name in the command SERVER. Default: the machine's name.", "NAME", word)
-    token: str | None = setting(None, "Secret that clients must send with AUTH.", "TOKEN", word, secret=True)
-    token_file: Path | None = setting(
-        None, "File with the secret that clients must send with AUTH. Default: no secret is needed.", "FILE", path
+    server_name: str = setting(
+        "",
+        "Name in the command SERVER. Default: the machine's.",
+        "NAME",
+        word,
+        group="Addresses and TLS",
     )
-    insecure: bool = flag(
-        "Allow what is refused otherwise: to listen for other machines without TLS and without a secret, a secret that "
-        "every user of this machine can read, and one of fewer than 16 characters.",
+    tls_cert: Path | None = setting(
+        None, "Certificate (chain) in PEM form; turns TLS on.", "FILE", path, group="Addresses and TLS"
     )
-    allow_superuser: bool = flag(
-        "Allow that the daemon's role is a superuser of Postgres; the embedded one needs no permission.",
+    tls_key: Path | None = setting(
+        None, "Private key of --tls-cert, if in another file.", "FILE", path, group="Addresses and TLS"
     )
-    access_file: Path | None = setting(
-        None, "TOML file that says which clients there are and what each may do; read again on SIGHUP.", "FILE", path
-    )
-    tls_cert: Path | None = setting(None, "Certificate (chain) in PEM form; turns TLS on.", "FILE", path)
-    tls_key: Path | None = setting(None, "Private key of --tls-cert, if it is in another file.", "FILE", path)
     tls_client_ca: Path | None = setting(
         None,
-        "Certificate authority (PEM) of clients. Without --access-file every client needs a certificate of it.",
+        "Certificate authority (PEM) of clients.",
         "FILE",
         path,
+        group="Addresses and TLS",
+        more="Without --access-file every client needs a certificate of it.",
     )
-    record_polls: Path | None = setting(
+    ready_file: Path | None = setting(
         None,
-        "File to record polls in: what is read of sequences and locks. See `replicad streams check-polls`.",
+        "File for HOST:PORT once clients may connect.",
         "FILE",
         path,
+        group="Addresses and TLS",
+        more="It is removed at the end.",
+    )
+    token: str | None = setting(
+        None, "Secret that clients must send with AUTH.", "TOKEN", word, secret=True, group="Access"
+    )
+    token_file: Path | None = setting(
+        None,
+        "File with the secret that clients send with AUTH.",
+        "FILE",
+        path,
+        group="Access",
+        more="Default: no secret is needed.",
+    )
+    access_file: Path | None = setting(
+        None,
+        "TOML file of clients and of what each may do.",
+        "FILE",
+        path,
+        group="Access",
+        more="It is read again on SIGHUP.",
+    )
+    insecure: bool = flag(
+        "Serve other machines without TLS and secret.",
+        group="Access",
+        more="It also allows a secret that every user of this machine can read, and one of fewer than 16 characters.",
     )
     http: Address | None = setting(
         None,
-        "Address for health checks, metrics and the console over HTTP (the extra `http`): /readyz, /metrics, /console. "
-        "Default: none. With TLS and secrets as for clients.",
+        "Address for health checks, metrics, console, rows.",
         "HOST:PORT",
         parse_address,
+        group="HTTP and Redis",
+        more="It needs the extra `http` and serves /readyz, /metrics, /console and more. Default: none. With TLS and "
+        "secrets as for clients.",
     )
     http_origins: str | None = setting(
         None,
-        "Origins of web pages that may read rows over --http, such as https://shop.example.org, with commas between; "
-        "*: all. Default: none.",
+        "Origins of web pages that may read rows, or *.",
         "ORIGINS",
         parse_origins,
+        group="HTTP and Redis",
+        more="The pages read over --http. Origins are such as https://shop.example.org, with commas between; *: all. "
+        "Default: none.",
     )
     browser_key: Path | None = setting(
         None,
-        "File of the keys of browser tokens, with which pages read rows over --http: secrets of HS256, public keys in "
-        "PEM (RS256, ES256), or a JWK set; read again on SIGHUP. Needs --access-file or --token-file.",
+        "File of the keys of browser tokens.",
         "FILE",
         path,
+        group="HTTP and Redis",
+        more="Pages read rows over --http with such tokens. Keys are secrets of HS256, public keys in PEM (RS256, "
+        "ES256), or a JWK set; read again on SIGHUP. Needs --access-file or --token-file.",
     )
     redis: str | None = setting(
         None,
-        "Redis to publish all streams to as well (the extra `redis`); rediss:// is with TLS. Default: none. A password "
-        "is better given by REPLICAD_REDIS_PASSWORD.",
+        "Redis to publish all streams to as well.",
         "URL",
         _redis,
         in_repr=False,
+        group="HTTP and Redis",
+        more="It needs the extra `redis`; rediss:// is with TLS. Default: none. A password is better given by "
+        "REPLICAD_REDIS_PASSWORD.",
     )
-    redis_password: str | None = setting(None, "Password for --redis.", "PASSWORD", str, secret=True)
+    redis_password: str | None = setting(
+        None, "Password for --redis.", "PASSWORD", str, secret=True, group="HTTP and Redis"
+    )
     redis_ca: Path | None = setting(
-        None, "Certificate authority (PEM) of a Redis with TLS. Default: those of the system.", "FILE", path
+        None,
+        "Certificate authority (PEM) of the Redis.",
+        "FILE",
+        path,
+        group="HTTP and Redis",
+        more="It is for rediss://. Default: the authorities of the system.",
     )
     redis_announce: Address | None = setting(
         None,
-        "Address at which clients that follow over Redis reach this daemon, for rows that they missed. "
-        "Default: --listen, unless that is a wildcard.",
+        "Address at which followers over Redis reach this.",
         "HOST:PORT",
         parse_address,
+        group="HTTP and Redis",
+        more="Clients that follow over Redis ask the daemon there for rows that they missed. Default: --listen, unless "
+        "that is a wildcard.",
     )
     late_rows: str = choice(
         "deliver",
-        "What to do with rows that are found at or below a published position. deliver: readers are sent back to "
-        "the position before the first of them; report: they are only reported.",
+        "What to do with late rows.",
         "deliver",
         "report",
+        group="Streams",
+        more="A late row is found at or below a published position. deliver: readers are sent back to the position "
+        "before the first of them; report: they are only reported.",
     )
-    wait_for_database: float = duration(
-        0, "How long to wait at the start for a Postgres that does not answer yet. 0: end at once.", 0, 86_400
-    )
-    ready_file: Path | None = setting(
-        None, "File to write HOST:PORT to when clients may connect; removed at the end.", "FILE", path
+    record_polls: Path | None = setting(
+        None,
+        "File to record polls of positions in.",
+        "FILE",
+        path,
+        group="Streams",
+        more="It has what is read of sequences and locks. See `replicad streams check-polls`.",
     )
     limits: Limits = Limits()
 
@@ -337,6 +397,8 @@ class ServerSettings:
 class ClientSettings:
     """The settings of a command that connects to a daemon."""
 
+    GROUP: ClassVar = "Daemon"
+
     server: Address = setting(
         Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to.", "HOST[:PORT]", parse_server
     )
@@ -427,7 +489,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 class LogSettings:
     """The settings of the logs on stderr."""
 
+    GROUP: ClassVar = "Logs"
+
     log_level: str = choice("info", "How much to log.", *LOG_LEVELS)
     log_format: str = choice(
-        "auto", "Form of log lines; auto: text on a terminal, otherwise JSON.", "auto", "text", "json"
+        "auto", "Form of log lines.", "auto", "text", "json", more="auto: text on a terminal, otherwise JSON."
     )

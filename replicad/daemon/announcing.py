@@ -14,6 +14,7 @@ import trio
 
 from replicad.daemon.turns import Turns
 
+RELAY_BYTES = 1 << 20  # that may wait: ten thousand lines; senders wait for room, the oldest of other daemons go
 BATCH = 64 << 10  # bytes that are handed out together
 SLICE = 25  # sessions that get them in one turn: a quarter of a millisecond
 

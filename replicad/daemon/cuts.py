@@ -1,4 +1,7 @@
-"""Why a client is cut that breaks a limit: the reason that is logged, and the ERROR, which names the setting."""
+"""Why a client is cut that breaks a limit: the reason in the log, and the ERROR, which names the option.
+
+A limit that is fixed has no option: there the ERROR has the value of the limit.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ def newcomer_gives_way(limits: Limits) -> Cut:
     """The oldest of too many connections whose clients are not known yet."""
     return (
         CloseReason.TOO_MANY_NEWCOMERS,
-        f"too_many_newcomers: up to {limits.max_newcomers} connections may wait for their first command "
-        "(--max-newcomers), or as many as --max-connections has room for; send a command at once",
+        f"too_many_newcomers: up to {limits.max_newcomers} connections may wait for their first command, "
+        "or as many as --max-connections has room for; send a command at once",
     )
 
 
@@ -22,42 +25,42 @@ def line_gives_way(limits: Limits) -> Cut:
     """The oldest of the unfinished lines, which are too long together."""
     return (
         CloseReason.UNFINISHED_LINE,
-        f"unfinished_line: all clients together may have {limits.unfinished_bytes} bytes of unfinished lines "
-        "(--unfinished-bytes), and this one began first; send it again",
+        f"unfinished_line: all clients together may have {limits.unfinished_bytes} bytes of unfinished lines, "
+        "and this one began first; send it again",
     )
 
 
 def unknown_for_too_long(limits: Limits, *, wants_token: bool) -> Cut:
     """A client that has sent no valid command, or no AUTH where that is wanted."""
     if wants_token:
-        wait = f"{plain(limits.auth_timeout)} s (--auth-timeout)"
+        wait = f"{plain(limits.auth_timeout)} s"
         return CloseReason.NOT_AUTHORISED, f"not_authorised: no AUTH came in time; send it within {wait}"
-    wait = f"{plain(limits.first_command_timeout)} s (--first-command-timeout)"
+    wait = f"{plain(limits.first_command_timeout)} s"
     return CloseReason.NO_COMMAND, f"no_command: no command came in time; send one, such as NAME, within {wait}"
 
 
 def silent(limits: Limits) -> Cut:
     """A client that has sent PING, and then nothing."""
-    wait = f"{plain(limits.peer_timeout)} s (--peer-timeout)"
-    return CloseReason.PEER_SILENT, f"peer_silent: nothing came for {wait}; send PING now and then"
+    text = f"peer_silent: nothing came for {plain(limits.peer_timeout)} s; send PING now and then"
+    return CloseReason.PEER_SILENT, text
 
 
 def unfinished(limits: Limits) -> Cut:
     """A line that did not end in time."""
-    wait = f"{plain(limits.line_timeout)} s (--line-timeout)"
-    return CloseReason.UNFINISHED_LINE, f"unfinished_line: a line has to end within {wait}"
+    text = f"unfinished_line: a line has to end within {plain(limits.line_timeout)} s"
+    return CloseReason.UNFINISHED_LINE, text
 
 
 def too_long(text: str, *, known: bool, wants_token: bool) -> Cut:
     """A line that is too long; `text` has the limit."""
     if known:
         return CloseReason.BAD_LINE, f"{text} (--max-line)"
-    return CloseReason.BAD_LINE, f"{text} before {'AUTH' if wants_token else 'the first command'} (--first-line)"
+    return CloseReason.BAD_LINE, f"{text} before {'AUTH' if wants_token else 'the first command'}"
 
 
 def answers_not_read(most: int) -> Cut:
     """Too much is queued for a client."""
-    text = f"slow_reader: more than {most} bytes of answers wait (--queued-bytes); read them, or resume later"
+    text = f"slow_reader: more than {most} bytes of answers wait; read them, or resume later"
     return CloseReason.SLOW_READER, text
 
 
@@ -73,7 +76,7 @@ def too_long_requests(most: int) -> Cut:
     """A client whose waiting requests are too long together."""
     return (
         CloseReason.TOO_MANY_REQUESTS,
-        f"too_many_requests: more than {most} bytes of requests wait (--pending-bytes); read the answers first",
+        f"too_many_requests: more than {most} bytes of requests wait; read the answers first",
     )
 
 
@@ -81,5 +84,5 @@ def too_many_requests(most: int) -> Cut:
     """A client that sends requests faster than they are answered."""
     return (
         CloseReason.TOO_MANY_REQUESTS,
-        f"too_many_requests: more than {most} requests wait (--max-pending); read the answers first",
+        f"too_many_requests: more than {most} requests wait; read the answers first",
     )

@@ -243,7 +243,7 @@ async def open_daemon(
                 *(job for service in everything for job in service.jobs()),
             ]
             await _start(nursery, jobs, host.troubles, pace.restarts)
-            dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
+            dispatch = Dispatch(everything, settings.limits.max_pending)
             entrance = _Entrance(host.hub, dispatch, host.vocabulary, host.access, host.handshakes, host.inside)
             async with _serving(settings, queues, entrance, pauses=pace.accepting):
                 summary = {name: value for service in everything for name, value in service.summary().items()}

@@ -17,18 +17,19 @@ from replicad.errors import ProtocolError, ReplicadError, SlowReader
 from replicad.protocol.command import Command
 from replicad.protocol.commands import LockReleased, RemoteServerUp
 
+PENDING_BYTES = 4 << 20  # of requests of one client in one service's queue: some of the longest ACKs
+
 log = structlog.get_logger()
 
 
 class Dispatch:
     """Hands the commands of all sessions to the services that answer them."""
 
-    def __init__(self, services: Sequence[Service], max_pending: int, pending_bytes: int = 4 << 20) -> None:
-        """`max_pending` and `pending_bytes`: requests of one client that may wait in one service's queue."""
+    def __init__(self, services: Sequence[Service], max_pending: int) -> None:
+        """`max_pending`: requests of one client that may wait in one service's queue."""
         self.received: Counter[str] = Counter()  # commands by name, since the start
         self.services = services
         self.max_pending = max_pending
-        self.pending_bytes = pending_bytes
         self.service_of: dict[type[Command], Service] = {}  # made with the first command of the first session
 
     def conversation(self, session: Session) -> Callable[[Command], Awaitable[None]]:
@@ -161,8 +162,8 @@ class _Queue:
         size = self._session.line_bytes
         if len(self._waiting) >= self._dispatch.max_pending:
             raise HangUp(*cuts.too_many_requests(self._dispatch.max_pending))
-        if self._waiting and self._size + size > self._dispatch.pending_bytes:
-            raise HangUp(*cuts.too_long_requests(self._dispatch.pending_bytes))
+        if self._waiting and self._size + size > PENDING_BYTES:
+            raise HangUp(*cuts.too_long_requests(PENDING_BYTES))
         self._waiting.append((command, size))
         self._size += size
 

@@ -65,9 +65,9 @@ class Handshakes:
         transport.hub = None
         cut = scope.cancelled_caught and trio.current_time() < scope.deadline
         if cut:
-            failure = "closed for a newer one (--tls-handshakes, --max-connections)"
+            failure = "closed for a newer one (--max-connections, or too many handshakes)"
         elif scope.cancelled_caught:
-            failure = f"not finished within {plain(self._timeout)} s (--tls-timeout)"
+            failure = f"not finished within {plain(self._timeout)} s"
         if failure:
             (log.info if cut else log.warning)("tls_refused", peer=peer, error=failure)  # an attack would fill the log
             await self._drop(secured)

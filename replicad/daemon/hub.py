@@ -14,13 +14,13 @@ import trio
 
 from replicad.config.limits import Limits
 from replicad.daemon.allowance import Allowance
-from replicad.daemon.announcing import Announcing
+from replicad.daemon.announcing import RELAY_BYTES, Announcing
 from replicad.daemon.clients import CUTS_KEPT, ORDINARY, ClientView, Cut
 from replicad.daemon.deadlines import Deadlines
 from replicad.daemon.rounds import SendRounds
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
-from replicad.daemon.turns import Turns
+from replicad.daemon.turns import TURN_BYTES, TURN_LINES, Turns
 from replicad.daemon.underway import Stage, Underway
 from replicad.keeping import Newest
 from replicad.protocol.command import Command
@@ -88,7 +88,7 @@ class Hub:
         self.limit = limit
         self.timing = Timing(limits.ping_interval, limits.peer_timeout, limits.line_timeout)
         self.deadlines = Deadlines()
-        self.turns = Turns(limits.turn_lines, limits.turn_bytes)
+        self.turns = Turns(TURN_LINES, TURN_BYTES)
         self.rounds = SendRounds()
         self.handshakes = Underway(limits.tls_handshakes)
         self.newcomers = Allowance(limits.max_newcomers)
@@ -101,7 +101,7 @@ class Hub:
         self._closed: Counter[str] = Counter()
         self._sent = 0  # bytes, to sessions that have ended
         self.cuts = Newest(CUTS_KEPT, Cut)
-        self.announcing = Announcing(self._sessions, limits.relay_bytes, self.turns)
+        self.announcing = Announcing(self._sessions, RELAY_BYTES, self.turns)
 
     def __len__(self) -> int:
         return len(self._sessions)

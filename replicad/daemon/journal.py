@@ -36,7 +36,7 @@ class JournalLimits:
     """The bounds of one channel: bytes, chunks, seconds, seconds, bytes per second."""
 
     max_bytes: int = 64 << 20  # about a second of Postgres' fastest COPY
-    max_chunks: int = 1 << 16  # a single row is a chunk of one line; so many of them take some 20 MB
+    max_chunks: int = 8192  # a single row is a chunk of one line; so many of them take some 2.5 MB
     max_age: float = 30.0  # a client that is this late does not keep up
     patience: float = 1.0  # how long a reader that takes nothing may delay the others
     pace: float = 64 << 10  # a reader for which the others wait must take so much

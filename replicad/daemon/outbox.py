@@ -21,6 +21,8 @@ from replicad.daemon.rounds import Rounds, SendRounds
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.states import CloseReason
 
+QUEUED_BYTES = 1 << 20  # of answers and relayed lines that may wait for one client: ten thousand answers
+
 
 class Owner(Protocol):
     """What the sending side needs of its session."""
@@ -46,7 +48,6 @@ class Outbox:
         "_closing",
         "_direct",
         "_gathers",
-        "_most",
         "_opened",
         "_outlet",
         "_owner",
@@ -65,14 +66,11 @@ class Outbox:
         stream: trio.abc.SendStream,
         owner: Owner,
         stall_timeout: float,
-        queued_bytes: int = 1 << 20,
         rounds: SendRounds | None = None,
     ) -> None:
-        """`stall_timeout`: the seconds within which the peer must accept what is sent at once. `queued_bytes`: how much
-        may be queued for a peer that reads nothing; exceeded by at most one line. `rounds`: where large sends wait for
-        their place. Call `open` next.
+        """`stall_timeout`: the seconds within which the peer must accept what is sent at once. `rounds`: where large
+        sends wait for their place. QUEUED_BYTES may be exceeded by at most one line. Call `open` next.
         """
-        self._most = queued_bytes
         self._owner: Owner | None = owner
         self._outlet = Outlet(stream, stall_timeout)
         self._rounds = rounds or SendRounds()
@@ -93,8 +91,8 @@ class Outbox:
         """
         if self._closing:
             return
-        if self._posted_bytes >= self._most:
-            self._hang_up(*cuts.answers_not_read(self._most))
+        if self._posted_bytes >= QUEUED_BYTES:
+            self._hang_up(*cuts.answers_not_read(QUEUED_BYTES))
             return
         self._posted.append(line)
         self._posted_bytes += len(line)

@@ -18,7 +18,7 @@ from replicad.errors import DatabaseUnavailable
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 
-LATELY = 10.0  # seconds; a poll is made every two seconds at least, unless --poll-max is longer
+LATELY = 10.0  # seconds; a poll is made every two seconds at least
 
 DATABASE_UP = Family("replicad_database_up", GAUGE, "1 if Postgres answered a poll lately, else 0.")
 OUTAGE = Family("replicad_database_outage_seconds", GAUGE, "Seconds since Postgres answered last; 0 while it answers.")

@@ -9,10 +9,11 @@ from functools import partial
 
 import structlog
 
-from replicad.config.limits import Limits
+from replicad.config.limits import WAIT_MAX, Limits
 from replicad.daemon.files import FileBudget, plan_files
 from replicad.postgres.bridge import Database, Fence, open_database
 
+CONNECT_TIMEOUT = 10.0  # seconds; a server that is there answers in tenths of a second
 POSITION_CONNECTIONS = 2  # held by the poller and the bell
 STREAM_CONNECTIONS = 4  # of all streams: to read the registry, to copy new rows, to note positions
 STREAM_LOCK_TIMEOUT = 0.7  # seconds; below `deadlock_timeout` (1 s), so that who restores a dump is not the victim
@@ -51,7 +52,7 @@ async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
         open_database,
         url,
         statement_timeout=limits.statement_timeout,
-        connect_timeout=limits.connect_timeout,
+        connect_timeout=CONNECT_TIMEOUT,
         fence=Fence(),
     )
     local = partial(usual, local_commits=True)
@@ -65,7 +66,7 @@ async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
         usual(
             size=limits.tube_connections,
             application_name="replicad tubes",
-            wait_timeout=limits.wait_max,
+            wait_timeout=WAIT_MAX,
             by_index=True,
         ) as tubes,
         usual(size=ACK_CONNECTIONS, application_name="replicad ack", identify=True) as acks,

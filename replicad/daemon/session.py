@@ -99,7 +99,7 @@ class Session(Answering):
         wait = limits.auth_timeout if self._wants_auth else limits.first_command_timeout
         self._known_by: float | None = now + wait  # None: it is known
         self._held = 0  # bytes of an unfinished line that count towards `unfinished_bytes`
-        self.outbox = Outbox(stream, self, limits.stall_timeout, limits.queued_bytes, hub.rounds)
+        self.outbox = Outbox(stream, self, limits.stall_timeout, hub.rounds)
         self._asked = False  # a service for anything
         self._end: tuple[CloseReason, str] | None = None
         self._closed_by: list[Callable[[], None]] = []

@@ -20,6 +20,8 @@ try:  # what `trio.testing` exports; importing that one imports pytest too, wher
 except ImportError:
     from trio.testing import wait_all_tasks_blocked
 
+TURN_LINES = 16  # a quarter of a millisecond
+TURN_BYTES = 8 << 10  # splitting so much into lines takes less than a millisecond, even if they are blank
 PATIENCE = 0.005  # seconds; so the queue moves on even if the event loop is never idle
 
 

@@ -21,7 +21,7 @@ _LATER = ("server",)  # settings of ClientSettings that are about the port of th
 
 def http_options(function: F) -> F:
     """The options of a command that asks a daemon over HTTP."""
-    function = settings_options(ClientSettings, "Daemon", without=_LATER)(function)
+    function = settings_options(ClientSettings, without=_LATER)(function)
     return option(
         "--http",
         metavar="HOST:PORT",

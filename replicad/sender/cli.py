@@ -91,11 +91,11 @@ Examples:
     help="Continue at this place and not where it ended: a token, now or earliest. Facts after it are sent (again).",
 )
 @settings_options(SenderSettings)
-@settings_options(Routing, "Routing")
-@settings_options(Delivery, "Delivery")
-@settings_options(SenderBounds, "Bounds")
-@settings_options(ClientSettings, "Daemon")
-@settings_options(DatabaseSettings, "Database")
+@settings_options(Routing)
+@settings_options(Delivery)
+@settings_options(SenderBounds)
+@settings_options(ClientSettings)
+@settings_options(DatabaseSettings)
 @click.pass_context
 def command(ctx: click.Context, /, config: Path | None, moves: tuple[str, ...], **options: Any) -> None:
     """Deliver the facts of a stream, and updates, to many HTTP destinations, until SIGTERM or SIGINT.

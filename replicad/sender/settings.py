@@ -6,6 +6,7 @@ import re
 import ssl
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from replicad.config.declaring import amount, check_ranges, choice, count, duration, path, setting, text_of
 from replicad.config.secrets import trust
@@ -96,6 +97,8 @@ class Routing:
     destinations.
     """
 
+    GROUP: ClassVar = "Routing"
+
     destinations: tuple[str, ...] = setting((), "Every row goes to these destinations.", "NAMES", _names)
     route: str | None = setting(
         None,
@@ -162,6 +165,8 @@ class Secrets:
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """The form of requests, their limits, and the certificates of destinations."""
+
+    GROUP: ClassVar = "Delivery"
 
     form: str = choice(
         WEBHOOK,
@@ -253,6 +258,8 @@ class Delivery:
 @dataclass(frozen=True, slots=True)
 class SenderBounds:
     """The bounds of queues, transactions and back-off."""
+
+    GROUP: ClassVar = "Bounds"
 
     pdus: int = count(MAX_PDUS, "Facts in a transaction.", 1, MAX_PDUS)
     edus: int = count(MAX_EDUS, "Updates in a transaction.", 1, MAX_EDUS)

@@ -35,7 +35,7 @@ from replicad.terminal.failures import say
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_COMMON = "Common options"
+OPTIONS, COMMON = "Options", "Common options"
 ALIKE = 0.9  # how alike a variable and a setting are, 0 to 1, for one to be a misspelling of the other
 
 
@@ -48,11 +48,12 @@ class CommandRun:
 
 
 class SectionOption(click.Option):
-    """An option with a section heading in the help text."""
+    """An option with a section heading in the help text. `setting`: the setting that it was made from."""
 
-    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, section: str = OPTIONS, setting: Setting | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.section = section
+        self.setting = setting
 
 
 option = functools.partial(click.option, cls=SectionOption)
@@ -71,7 +72,7 @@ class ReplicadCommand(click.Command):
         if log_level is not None:
             for made in settings_of(LogSettings):
                 default = log_level if made.name == "log_level" else made.default
-                self.params.append(SectionOption([made.option], section=_COMMON, **_option_of(made, default)))
+                self.params.append(SectionOption([made.option], **_option_of(made, default)))
         elif any(param.name in KEYS for param in self.params):
             self.params.append(_context_option())
         self.params.append(_debug_option())
@@ -100,9 +101,9 @@ class ReplicadCommand(click.Command):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
-                section = param.section if isinstance(param, SectionOption) else _COMMON
+                section = param.section if isinstance(param, SectionOption) else COMMON
                 sections.setdefault(section, []).append(record)
-        for section in sorted(sections, key=lambda name: name == _COMMON):
+        for section in sorted(sections, key=lambda name: name == COMMON):
             with formatter.section(section):
                 formatter.write_dl(sections[section])
 
@@ -146,10 +147,11 @@ class ReplicadGroup(click.Group):
 
 def _option_of(made: Setting, default: object) -> dict[str, Any]:
     """The arguments of click for a setting. Values stay text; `read_settings` parses them."""
+    common = {"section": made.group or OPTIONS, "setting": made}
     if made.is_flag:
-        return {"help": made.help, "is_flag": True, "flag_value": "true", "default": None}
+        return {**common, "help": made.help, "is_flag": True, "flag_value": "true", "default": None}
     text = made.help if default in (None, "", ()) else f"{made.help} [default: {_shown(default, made.unit)}]"
-    return {"metavar": made.placeholder, "help": text}
+    return {**common, "metavar": made.placeholder, "help": text}
 
 
 def _shown(default: object, unit: str) -> str:
@@ -177,7 +179,7 @@ def _context_option() -> click.Option:
         expose_value=False,
         callback=_set_context,
         help="Work on the database and the daemon of this context; `replicad contexts` lists them.",
-        section=_COMMON,
+        section=COMMON,
     )
 
 
@@ -189,14 +191,13 @@ def _debug_option() -> click.Option:
         is_eager=True,
         callback=_set_debug,
         help="Show the traceback if the command fails.",
-        section=_COMMON,
+        section=COMMON,
     )
 
 
-def settings_options(
-    kind: type, section: str = "Options", *, several: str | None = None, without: tuple[str, ...] = ()
-) -> Callable[[F], F]:
-    """Give a command an option for every setting of `kind`, without the settings of dataclasses inside it.
+def settings_options(kind: type, *, several: str | None = None, without: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Give a command an option for every setting of `kind`, without the settings of dataclasses inside it. `--help`
+    lists it under its group.
 
     Settings named in `without` get none.
 
@@ -210,13 +211,13 @@ def settings_options(
             kept = _option_of(made, made.default)
             if made.name == several:
                 kept |= {"multiple": True, "help": f"{kept['help']} Several times: the command runs on each."}
-            function = option(made.option, made.name, section=section, **kept)(function)
+            function = option(made.option, made.name, **kept)(function)
         return function
 
     return decorate
 
 
-database_options = settings_options(DatabaseSettings, "Database")
+database_options = settings_options(DatabaseSettings)
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object per line instead of a table.")
 
 

@@ -146,11 +146,11 @@ def test_what_the_page_of_changes_says_of_a_file_is_in_it() -> None:
 
 
 def test_a_line_that_is_not_true_is_found() -> None:
-    line = "| `daemon/gone.py`, `daemon/outbox.py`, `cuts.py`, `journal_gone.py` | `queued_bytes`, `Outbox.no_such` |"
+    line = "| `daemon/gone.py`, `daemon/outbox.py`, `cuts.py`, `journal_gone.py` | `QUEUED_BYTES`, `Outbox.no_such` |"
     found = read_line(line)
     assert found.missing == ["daemon/gone.py", "journal_gone.py"]
     assert [path.name for path in found.files] == ["outbox.py", "cuts.py"]
-    assert found.names == ["queued_bytes", "no_such"]
+    assert found.names == ["QUEUED_BYTES", "no_such"]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,32 @@ def test_the_module_runs_as_the_command_does() -> None:
     assert done.stdout.startswith("replicad ")
     assert run("--version").stdout == done.stdout
     assert run("ping", "127.0.0.1:1").returncode == 4
-    assert run("serve", REPLICAD_POLL_MIN="fast").stderr.startswith("replicad: REPLICAD_POLL_MIN: 'fast'")
+    assert run("serve", REPLICAD_STALL_TIMEOUT="fast").stderr.startswith("replicad: REPLICAD_STALL_TIMEOUT: 'fast'")
+
+
+SCREENS = 2 * 50  # lines: what a person reads of a help text
+TOPICS = {
+    "Postgres",
+    "Addresses and TLS",
+    "Access",
+    "HTTP and Redis",
+    "Streams",
+    "Tubes and presence",
+    "Limits",
+    "Logs",
+}
+
+
+def test_the_help_of_serve_fits_two_screens_and_each_option_has_a_topic() -> None:
+    help_text = run("serve", "--help", COLUMNS="80").stdout
+    assert len(help_text.splitlines()) <= SCREENS
+    assert max(map(len, help_text.splitlines())) <= 80
+    command = app.root.get_command(click.Context(app.root), "serve")
+    assert command is not None
+    options = {param for param in command.params if isinstance(param, click.Option)}
+    assert len(options) + len(["--help"]) <= 45
+    topics = {getattr(param, "section", None) for param in options}
+    assert topics == TOPICS | {"Common options"}
 
 
 def test_ping_prints_the_servers_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def test_the_command_that_goes_on_names_the_same_daemon(given: str, again: str) 
         ("REPLICATE before AUTH: this server wants `AUTH token` first", None),
         ("the client must send `AUTH word` within 10 s", None),
         ("send AUTH token.", None),
-        ("a line may have at most 8192 bytes before AUTH (--first-line)", None),
+        ("a line may have at most 8192 bytes before AUTH", None),
         ("AUTH tokenlike-9f3c", "AUTH ***"),
         ("AUTH token.9f3c", "AUTH ***"),
         ("AUTH words", "AUTH ***"),

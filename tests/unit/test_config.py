@@ -65,15 +65,15 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 def test_command_line_goes_before_environment_before_file_before_default(tmp_path: Path) -> None:
     file = tmp_path / "replicad.toml"
-    file.write_text('max_line = "8KiB"\npoll_min = 0.002\nlisten = "127.0.0.1:1"\nmax_pending = 7\n')
-    environ = {"REPLICAD_LISTEN": "127.0.0.1:2", "REPLICAD_POLL_MIN": "0.003", "REPLICAD_MAX_LINE": ""}
-    options = {"listen": "127.0.0.1:3", "poll_min": None}
+    file.write_text('max_line = "8KiB"\nbell_interval = 0.002\nlisten = "127.0.0.1:1"\nlease_ttl = 7\n')
+    environ = {"REPLICAD_LISTEN": "127.0.0.1:2", "REPLICAD_BELL_INTERVAL": "0.003", "REPLICAD_MAX_LINE": ""}
+    options = {"listen": "127.0.0.1:3", "bell_interval": None}
     made = read_settings(ServerSettings, options, file=file, environ=environ)
     assert made.listen.port == 3
-    assert made.limits.poll_min == 0.003
+    assert made.limits.bell_interval == 0.003
     assert made.limits.max_line == 8192  # an empty variable is no value
-    assert made.limits.max_pending == 7
-    assert made.limits.ping_interval == Limits().ping_interval
+    assert made.limits.lease_ttl == 7
+    assert made.limits.stop_grace == Limits().stop_grace
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,7 @@ def test_command_line_goes_before_environment_before_file_before_default(tmp_pat
     [
         ({"max_line": "12"}, {}, ["--max-line", "12", "4096"]),
         ({}, {"REPLICAD_MAX_LINE": "many"}, ["REPLICAD_MAX_LINE", "'many'", "128KiB"]),
-        ({"poll_min": "1"}, {}, ["--poll-min 1", "--poll-max 0.05"]),
-        ({"ping_interval": "20"}, {}, ["--ping-interval", "--peer-timeout"]),
-        ({"lease_ttl": "2h"}, {}, ["--lease-ttl 7200", "--lease-ttl-max 3600"]),
+        ({"lease_ttl": "2h"}, {}, ["--lease-ttl", "7200", "3600 seconds"]),
         ({"listen": "9009"}, {}, ["--listen", "'9009'", "HOST:PORT"]),
         ({"database": "mysql://db"}, {}, ["--database", "mysql://db", "postgresql://"]),
         ({"server_name": "two words"}, {}, ["--server-name", "two words"]),
@@ -107,8 +105,8 @@ def test_a_refused_setting_names_its_source_its_value_and_the_remedy(
 def test_limits_made_in_python_are_checked_as_well() -> None:
     with pytest.raises(UsageError, match="--max-connections"):
         Limits(max_connections=0)
-    with pytest.raises(UsageError, match="--poll-max"):
-        replace(Limits(), poll_max=0.001)
+    with pytest.raises(UsageError, match="--lease-ttl"):
+        replace(Limits(), lease_ttl=3601.0)
 
 
 def test_every_default_is_within_its_own_range_and_reads_back_from_text() -> None:

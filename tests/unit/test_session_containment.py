@@ -10,9 +10,9 @@ import trio
 import trio.testing
 from structlog.testing import capture_logs
 
-from replicad.config.limits import Limits
 from replicad.config.settings import ServerSettings
 from replicad.daemon.hub import Hub
+from replicad.daemon.outbox import QUEUED_BYTES
 from replicad.daemon.session import Session
 from replicad.daemon.troubles import QUIET, Troubles
 from replicad.errors import LocalProtocolError, TubeRefused
@@ -23,7 +23,6 @@ from replicad.tubes.commands import Part, Release
 from tests.vocabulary import EVERY
 
 Handler = Callable[[Session, Command], Awaitable[None]]
-QUEUED = Limits().queued_bytes
 UNSENDABLE = Release("a\rb", Part(0, 1), 1)
 
 
@@ -173,10 +172,10 @@ async def test_the_text_of_an_error_is_put_on_one_line_whatever_it_quotes(bench:
 async def test_many_short_answers_may_wait_and_their_bytes_are_bounded(bench: Bench, autojump_clock: object) -> None:
     session, peer = bench.open()
     line = b"x" * 50 + b"\n"
-    for _ in range(QUEUED // len(line)):
+    for _ in range(QUEUED_BYTES // len(line)):
         session.post_line(line)
     assert (await received(peer)).count("\n") > 20_000
-    for _ in range(QUEUED // len(line) + 2):
+    for _ in range(QUEUED_BYTES // len(line) + 2):
         session.post_line(line)
     await peer.aclose()
     await trio.testing.wait_all_tasks_blocked()

@@ -6,9 +6,8 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from replicad.config.limits import Limits
 from replicad.daemon.announcing import BATCH, SLICE, Announcing
-from replicad.daemon.turns import PATIENCE, Turns
+from replicad.daemon.turns import PATIENCE, TURN_LINES, Turns
 from replicad.protocol.states import CloseReason
 
 from .test_newcomers import Door, Open, door
@@ -111,10 +110,10 @@ async def test_a_polite_client_is_answered_long_before_a_flood_is_handled(
         await polite.stream.send_all(b"REMOTE_SERVER_UP y\n")
         while not polite.commands:
             await trio.lowlevel.checkpoint()
-        assert len(flood.commands) <= 4 * Limits().turn_lines
+        assert len(flood.commands) <= 4 * TURN_LINES
         while len(flood.commands) < lines:
             await trio.sleep(0.01)
-    assert at.hub.statistics().turns >= lines / Limits().turn_lines - 10
+    assert at.hub.statistics().turns >= lines / TURN_LINES - 10
 
 
 async def test_newcomers_whose_lines_do_not_end_wait_for_a_turn_each(door: Open, autojump_clock: MockClock) -> None:

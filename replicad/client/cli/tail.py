@@ -53,7 +53,7 @@ Examples:
     is_flag=True,
     help="Print an object per row (stream, instance, token, row) and per reset (stream, instance, token, reset).",
 )
-@settings_options(ClientSettings, "Connection")
+@settings_options(ClientSettings)
 def command(
     *, streams: tuple[str, ...], token: str, linear: bool, count: int | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip

@@ -4,8 +4,8 @@ A connection passes the same admission as a client of the protocol: it waits its
 within `--max-connections`, and is a newcomer as long as it has not sent a whole request. The oldest newcomer of the
 address that has the most gives way. Each further request of a connection waits for a turn of its address too (`Turns`),
 so hundreds of connections that ask at the same time make a turn of the event loop no longer. Requests that cost
-something hold one of `--http-connections` places; a health check does not. Whoever does not take an answer gives up its
-place first.
+something hold one of `Limits.http_connections` places; a health check does not. Whoever does not take an answer gives
+up its place first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replicad.streams.serving.trouble_book import daemon_name
 
 OLD = 15.0  # seconds after which a connection is closed with its next answer
 REQUESTS = 100  # on one connection, one after another
-_GIVES_WAY = "this server has more connections than it takes (--max-connections, --max-newcomers); try again"
+_GIVES_WAY = "this server has more connections than it takes (--max-connections, or too many are silent); try again"
 FULL = wire.plain_answer(503, _GIVES_WAY, retry_after="5")
 TOO_LONG = wire.plain_answer(431, f"the head of a request has at most {wire.HEAD_BYTES} bytes")
 

@@ -42,7 +42,7 @@ class CatchupLimits:
 
     connections: int = 4
     cache_bytes: int = 64 << 20
-    per_client: int = 4
+    per_client: int = 4  # streams; they share one socket, so more at the same time are no faster
     pace: int = 4096
     pace_seconds: float = 60.0
     sizes: Sizes = Sizes()
@@ -53,9 +53,8 @@ class CatchupLimits:
         return cls(
             limits.catchup_connections,
             limits.catchup_bytes,
-            limits.client_catchups,
-            limits.catchup_pace,
-            limits.stall_timeout,
+            pace=limits.catchup_pace,
+            pace_seconds=limits.stall_timeout,
         )
 
 

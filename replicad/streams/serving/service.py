@@ -102,10 +102,9 @@ def feature(pace: Pace = Pace()) -> Feature:
         store, notes = PostgresStore(pools.streams, pools.catchups, schema), PostgresNotes(pools.housekeeping, schema)
         journal = JournalLimits(
             limits.journal_bytes,
-            limits.journal_chunks,
-            limits.journal_seconds,
-            limits.journal_patience,
-            limits.journal_pace,
+            max_age=limits.journal_seconds,
+            patience=limits.journal_patience,
+            pace=limits.journal_pace,
         )
         windows = PostgresWindows(pools.housekeeping, pace.late_rows, schema)
         deliver = host.settings.late_rows == "deliver"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-island_options = settings_options(DatabaseSettings, "Database", several="database")
+island_options = settings_options(DatabaseSettings, several="database")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-from replicad.config.limits import Limits
+from replicad.config.limits import LEASE_TTL_MAX, WAIT_MAX, Limits
 from replicad.daemon.service import Answer, Answers, Peer
 from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, LeaseHeld, LeaseLost, TubeRefused
 from replicad.protocol.command import Command
@@ -93,10 +93,8 @@ class LeaseClaims:
         """
         limits = self._limits
         ttl = limits.lease_ttl if command.ttl is None else command.ttl
-        if not 0 < ttl <= limits.lease_ttl_max:
-            raise TubeRefused(
-                f"ttl={ttl:g} is out of range; this server gives leases of up to {limits.lease_ttl_max:g} s"
-            )
+        if not 0 < ttl <= LEASE_TTL_MAX:
+            raise TubeRefused(f"ttl={ttl:g} is out of range; this server gives leases of up to {LEASE_TTL_MAX:g} s")
         holder = self._ownership.holder(peer, command)
         claiming = _Claiming(peer, command, holder, ttl, trio.current_time() + wait)
         if not wait:
@@ -339,7 +337,6 @@ class TubeRequests:
         self._claim_waiters = claim_waiters
         self._ownership = ownership
         self._renewals = renewals
-        self._limits = limits
         self._claims = LeaseClaims(ownership, claim_waiters, readiness, limits, known.partitions)
         self._reads = PodReads(
             books, waiters, readiness, renewals, still_served=known.served, partitions=known.partitions
@@ -470,6 +467,6 @@ class TubeRequests:
         session.post(answer)
 
     def _bounded_wait(self, wait: float | None) -> float:
-        if wait is not None and wait > self._limits.wait_max:
-            raise TubeRefused(f"wait={wait:g} is too long; this server waits up to {self._limits.wait_max:g} s")
+        if wait is not None and wait > WAIT_MAX:
+            raise TubeRefused(f"wait={wait:g} is too long; this server waits up to {WAIT_MAX:g} s")
         return wait or 0.0

@@ -94,14 +94,14 @@ def prose(text: str) -> Iterator[str]:
 
 def variable(param: click.Option) -> str:
     """The variable that an option can be set by, or nothing."""
-    made = param.setting if isinstance(param, SectionOption) else None
+    made = param.key if isinstance(param, SectionOption) else None
     found = made.variable if made is not None else param.envvar
     return f"`{found}`" if isinstance(found, str) else ""
 
 
 def meaning(param: click.Option, text: str) -> str:
     """What the help says of the option, and what the declaration says besides."""
-    made = param.setting if isinstance(param, SectionOption) else None
+    made = param.key if isinstance(param, SectionOption) else None
     return text if made is None or not made.more else text.replace(made.help, f"{made.help} {made.more}", 1)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from replicad.config.declaring import TEXTS
 from replicad.errors import UsageError
 from replicad.postgres import schema as schemas
 from replicad.postgres.literals import quote_ident
 from replicad.postgres.statements import Queries, call_value, statement
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands, texts
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands
 
 PUBLIC: Final = "PUBLIC"  # every role
 
@@ -56,7 +57,7 @@ async def change(place: TargetDatabase, name: str, before: Values | None, wanted
 SECTION = Section(
     name="caches",
     one="caches",
-    keys=(SectionKey("writers", texts, ()), SectionKey("roles", texts, ())),
+    keys=(SectionKey("writers", TEXTS, ()), SectionKey("roles", TEXTS, ())),
     present=present,
     normal=as_it_stands,
     change=change,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Sequence
 
 import click
 
+from replicad.config.declaring import nearest
 from replicad.features import command_modules
 from replicad.terminal.command import CommandRun
 from replicad.terminal.failures import report
@@ -56,8 +56,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The sub-command of the first word. Names the nearest one where there is none."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            near = nearest(args[0], COMMANDS)
+            hint = "" if near is None else f" Did you mean '{near}'?"
             raise click.UsageError(f"No such command '{args[0]}'.{hint}", ctx)
         return super().resolve_command(ctx, args)
 

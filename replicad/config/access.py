@@ -6,7 +6,6 @@ in `replicad.daemon.access`.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import hmac
 import ipaddress
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from replicad.config.declaring import parse_toml, read_toml
+from replicad.config.declaring import WHOLE, Key, meant, not_known, parse_toml, read_toml
 from replicad.config.secrets import refuse_writable_by_others
 from replicad.errors import UsageError
 
@@ -292,22 +291,24 @@ class _Reader:
                 parsed.append(parse(text))
             except ValueError as error:
                 shown = "the value" if key == "token_sha256" else repr(text[:100])
-                self._fault(where, f"{shown} is not valid: {error}")
+                self._fault(where, f"{shown} is not valid; {error}")
         return parsed
 
     def _number(self, table: Mapping[str, Any], key: str) -> int | None:
-        value = table.get(key)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1_000_000):
-            return value
-        self._fault(f"{self._key} {key}", f"{value!r} is not valid: give a whole number from 1 to 1000000")
-        return None
+        if key not in table:
+            return None
+        try:
+            found: int = Key(key, WHOLE, minimum=1, maximum=1_000_000).take(table[key], f"{self._key} {key}")
+        except UsageError as error:
+            self._add(str(error))
+            return None
+        return found
 
     def _rule(self, text: str) -> Rule:
         verb, *pattern = text.split(" ")
         known = sorted(self._verbs.named | self._verbs.plain)
         if verb != ANY and verb not in known:
-            near = difflib.get_close_matches(verb, known, n=1)
-            raise ValueError(f"did you mean {near[0]!r}?" if near else f"the verbs are {', '.join(known)} and *")
+            raise ValueError(meant(verb, known, f"the verbs are {', '.join(known)} and *"))
         if verb in self._verbs.plain and pattern:
             raise ValueError(f"{verb} takes no name; write {verb!r}")
         if verb in self._verbs.named and not pattern:
@@ -319,9 +320,7 @@ class _Reader:
     def _unknown(self, table: Mapping[str, Any], known: Collection[str], where: str) -> None:
         for key in table:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-                self._fault(f"{where}{key}", f"there is no such key; {hint}")
+                self._add(not_known(f"{where}{key}"[:200], key, known))
 
     def _twice(self, key: str, found: Iterable[tuple[str, Any]]) -> None:
         """A fault for each value that two clients have, or one client has twice."""
@@ -333,7 +332,10 @@ class _Reader:
 
     def _fault(self, where: str, what: str) -> None:
         """Note a fault. Raises _TooManyFaults."""
-        self.faults.append(f"{where[:200]}: {what}")
+        self._add(f"{where[:200]}: {what}")
+
+    def _add(self, sentence: str) -> None:
+        self.faults.append(sentence)
         if len(self.faults) >= MOST_FAULTS:
             self.faults.append("the rest of the file was not looked at")
             raise _TooManyFaults

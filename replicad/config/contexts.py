@@ -10,28 +10,25 @@ The keys are the settings of commands that name a database or a daemon. `serve` 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicad.config.declaring import Setting, read_toml, settings_of
+from replicad.config.declaring import Key, meant, read_table, read_toml, refuse, settings_of
 from replicad.config.secrets import refuse_readable_by_others
-from replicad.config.settings import ClientSettings, DatabaseSettings, parse_address
+from replicad.config.settings import ADDRESS, ClientSettings, DatabaseSettings
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
 
 FILE_VARIABLE = "REPLICAD_CONTEXTS"  # where the file is
 VARIABLE = "REPLICAD_CONTEXT"  # the context of commands that are not given --context
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_HTTP = Setting("http", None, "Address of `serve --http`.", "HOST:PORT", parse_address)
+_HTTP = Key("http", ADDRESS, help="Address of `serve --http`.")
 
-KEYS: Mapping[str, Setting] = {
-    made.name: made
-    for made in (*settings_of(DatabaseSettings), *settings_of(ClientSettings), _HTTP)
-    if made.on_command_line
+KEYS: Mapping[str, Key] = {
+    made.name: made for made in (*settings_of(DatabaseSettings), *settings_of(ClientSettings), _HTTP) if not made.secret
 }
 """The settings that a context may have, by name."""
 
@@ -72,25 +69,13 @@ def _context(name: str, values: object, file: Path) -> CommandContext:
         raise UsageError(f"{file}: {name} stands outside of a context; write [NAME] before it")
     if not _NAME.fullmatch(name):
         raise UsageError(f"{file}: {name[:80]!r} is no name of a context; take letters, digits, . _ and -")
-    read = {}
-    for key, value in values.items():
-        where = f"{file}: {key} of context {name}"
-        if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(KEYS)}"
-            raise UsageError(f"{where} is not known; {hint}")
-        if not isinstance(value, str):
-            raise UsageError(f"{where} must be a text in quotes")
-        KEYS[key].read(value, where)
-        read[key] = value
-    return CommandContext(name, read)
+    read_table(values, tuple(KEYS.values()), lambda key: f"{file}: {key} of context {name}", refuse)
+    return CommandContext(name, dict(values))  # as texts: they take the way of options
 
 
 def find_context(name: str, file: Path) -> CommandContext:
     """The context of that name. Raises UsageError: there is none, or the file is wrong."""
     known = read_contexts(file)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
-        raise UsageError(f"there is no context {name!r} in {file}; {hint}")
+        raise UsageError(f"there is no context {name!r} in {file}; {meant(name, known)}")
     return known[name]

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replicad.config.declaring import text_of
+from replicad.config.declaring import matching
 from replicad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _mode(file: Path | str) -> int:
 
 SYSTEM = "system"  # instead of a file: the authorities that the operating system trusts
 
-word = text_of(r"[!-~]{1,1024}", "give one word of printable ASCII without blanks")  # an argument of a command
+WORD = matching(r"[!-~]{1,1024}", "one word of printable ASCII without blanks")  # an argument of a command
 
 
 def read_token(file: Path | str, source: str = "--token-file") -> str:
@@ -58,9 +58,10 @@ def read_token(file: Path | str, source: str = "--token-file") -> str:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"{source}: {file} cannot be read: {why}") from error
     try:
-        return word(lines[0].strip() if lines else "")
+        found: str = WORD.parse(lines[0].strip() if lines else "")
     except ValueError as error:
         raise UsageError(f"{source}: the first line of {file} is not a token; {error}") from None
+    return found
 
 
 def trust(authority: Path | str | None, source: str) -> ssl.SSLContext:

@@ -15,9 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from replicad.config.browser_tokens import BrowserKeys, read_browser_keys
-from replicad.config.declaring import choice, duration, flag, load, path, read_file, setting, text_of
+from replicad.config.declaring import (
+    PATH,
+    TEXT,
+    choice,
+    duration,
+    flag,
+    load,
+    matching,
+    parsed,
+    read_file,
+    setting,
+)
 from replicad.config.limits import Limits
-from replicad.config.secrets import read_token, refuse_readable_by_others, trust, word
+from replicad.config.secrets import WORD, read_token, refuse_readable_by_others, trust
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
 
@@ -46,7 +57,9 @@ DEFAULT_PORT = 9009
 MIN_TOKEN = 16  # characters of the daemon's secret
 
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})")
-_SCHEMA = text_of(r"[^\0]{1,63}", "give the name of a schema, at most 63 characters")  # Postgres truncates longer names
+_SCHEMA = matching(
+    r"[^\0]{1,63}", "the name of a schema, at most 63 characters", "SCHEMA"
+)  # Postgres truncates longer names
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +123,13 @@ def _redis(text: str) -> str:
     return text
 
 
+DATABASE_URL = parsed("URL", "a URL such as postgresql://user@host:5432/name", _database, "URL")
+ADDRESS = parsed("address", "HOST:PORT such as 127.0.0.1:9009", parse_address, "HOST:PORT")
+_SERVER = parsed("address", "HOST:PORT such as db1:9009", parse_server, "HOST[:PORT]")
+_ORIGINS = parsed("origins", "origins of pages, with commas between, or *", parse_origins, "ORIGINS")
+_REDIS_URL = parsed("URL", "a URL such as redis://host:6379/0", _redis, "URL")
+
+
 @dataclass(frozen=True, slots=True)
 class DatabaseSettings:
     """The Postgres to use, and the names of replicad's schemas in it."""
@@ -119,14 +139,13 @@ class DatabaseSettings:
     database: str | None = setting(
         None,
         "Postgres to use, 15 or newer. Default: an embedded one.",
-        "URL",
-        _database,
+        DATABASE_URL,
         in_repr=False,
         more="`serve` starts the embedded one (extra `embedded`); the other commands use it while it runs.",
     )
-    data_folder: Path = setting(Path(".replicad/postgres"), "Data of the embedded Postgres.", "FOLDER", path)
-    tube_schema: str = setting("tube", "Schema of the tubes and their functions.", "SCHEMA", _SCHEMA)
-    stream_schema: str = setting("replicad", "Schema of the registry of streams.", "SCHEMA", _SCHEMA)
+    data_folder: Path = setting(Path(".replicad/postgres"), "Data of the embedded Postgres.", PATH, "FOLDER")
+    tube_schema: str = setting("tube", "Schema of the tubes and their functions.", _SCHEMA)
+    stream_schema: str = setting("replicad", "Schema of the registry of streams.", _SCHEMA)
 
     def __post_init__(self) -> None:
         if self.tube_schema == self.stream_schema:
@@ -164,56 +183,51 @@ class ServerSettings:
     listen: Address = setting(
         Address(DEFAULT_HOST, DEFAULT_PORT),
         "Address for clients.",
-        "HOST:PORT",
-        parse_address,
+        ADDRESS,
         group="Addresses and TLS",
         more="Port 0: a free one. For other machines use --token-file and TLS as well.",
     )
     server_name: str = setting(
         "",
         "Name in the command SERVER. Default: the machine's.",
+        WORD,
         "NAME",
-        word,
         group="Addresses and TLS",
     )
     tls_cert: Path | None = setting(
-        None, "Certificate (chain) in PEM form; turns TLS on.", "FILE", path, group="Addresses and TLS"
+        None, "Certificate (chain) in PEM form; turns TLS on.", PATH, group="Addresses and TLS"
     )
     tls_key: Path | None = setting(
-        None, "Private key of --tls-cert, if in another file.", "FILE", path, group="Addresses and TLS"
+        None, "Private key of --tls-cert, if in another file.", PATH, group="Addresses and TLS"
     )
     tls_client_ca: Path | None = setting(
         None,
         "Certificate authority (PEM) of clients.",
-        "FILE",
-        path,
+        PATH,
         group="Addresses and TLS",
         more="Without --access-file every client needs a certificate of it.",
     )
     ready_file: Path | None = setting(
         None,
         "File for HOST:PORT once clients may connect.",
-        "FILE",
-        path,
+        PATH,
         group="Addresses and TLS",
         more="It is removed at the end.",
     )
     token: str | None = setting(
-        None, "Secret that clients must send with AUTH.", "TOKEN", word, secret=True, group="Access"
+        None, "Secret that clients must send with AUTH.", WORD, "TOKEN", secret=True, group="Access"
     )
     token_file: Path | None = setting(
         None,
         "File with the secret that clients send with AUTH.",
-        "FILE",
-        path,
+        PATH,
         group="Access",
         more="Default: no secret is needed.",
     )
     access_file: Path | None = setting(
         None,
         "TOML file of clients and of what each may do.",
-        "FILE",
-        path,
+        PATH,
         group="Access",
         more="It is read again on SIGHUP.",
     )
@@ -225,8 +239,7 @@ class ServerSettings:
     http: Address | None = setting(
         None,
         "Address for health checks, metrics, console, rows.",
-        "HOST:PORT",
-        parse_address,
+        ADDRESS,
         group="HTTP and Redis",
         more="It needs the extra `http` and serves /readyz, /metrics, /console and more. Default: none. With TLS and "
         "secrets as for clients.",
@@ -234,8 +247,7 @@ class ServerSettings:
     http_origins: str | None = setting(
         None,
         "Origins of web pages that may read rows, or *.",
-        "ORIGINS",
-        parse_origins,
+        _ORIGINS,
         group="HTTP and Redis",
         more="The pages read over --http. Origins are such as https://shop.example.org, with commas between; *: all. "
         "Default: none.",
@@ -243,8 +255,7 @@ class ServerSettings:
     browser_key: Path | None = setting(
         None,
         "File of the keys of browser tokens.",
-        "FILE",
-        path,
+        PATH,
         group="HTTP and Redis",
         more="Pages read rows over --http with such tokens. Keys are secrets of HS256, public keys in PEM (RS256, "
         "ES256), or a JWK set; read again on SIGHUP. Needs --access-file or --token-file.",
@@ -252,29 +263,26 @@ class ServerSettings:
     redis: str | None = setting(
         None,
         "Redis to publish all streams to as well.",
-        "URL",
-        _redis,
+        _REDIS_URL,
         in_repr=False,
         group="HTTP and Redis",
         more="It needs the extra `redis`; rediss:// is with TLS. Default: none. A password is better given by "
         "REPLICAD_REDIS_PASSWORD.",
     )
     redis_password: str | None = setting(
-        None, "Password for --redis.", "PASSWORD", str, secret=True, group="HTTP and Redis"
+        None, "Password for --redis.", TEXT, "PASSWORD", secret=True, group="HTTP and Redis"
     )
     redis_ca: Path | None = setting(
         None,
         "Certificate authority (PEM) of the Redis.",
-        "FILE",
-        path,
+        PATH,
         group="HTTP and Redis",
         more="It is for rediss://. Default: the authorities of the system.",
     )
     redis_announce: Address | None = setting(
         None,
         "Address at which followers over Redis reach this.",
-        "HOST:PORT",
-        parse_address,
+        ADDRESS,
         group="HTTP and Redis",
         more="Clients that follow over Redis ask the daemon there for rows that they missed. Default: --listen, unless "
         "that is a wildcard.",
@@ -291,8 +299,7 @@ class ServerSettings:
     record_polls: Path | None = setting(
         None,
         "File to record polls of positions in.",
-        "FILE",
-        path,
+        PATH,
         group="Streams",
         more="It has what is read of sequences and locks. See `replicad streams check-polls`.",
     )
@@ -399,20 +406,16 @@ class ClientSettings:
 
     GROUP: ClassVar = "Daemon"
 
-    server: Address = setting(
-        Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to.", "HOST[:PORT]", parse_server
-    )
-    token: str | None = setting(None, "Secret that the daemon asks for.", "TOKEN", word, secret=True)
-    token_file: Path | None = setting(None, "File with the secret that the daemon asks for.", "FILE", path)
+    server: Address = setting(Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to.", _SERVER)
+    token: str | None = setting(None, "Secret that the daemon asks for.", WORD, "TOKEN", secret=True)
+    token_file: Path | None = setting(None, "File with the secret that the daemon asks for.", PATH)
     tls_ca: Path | None = setting(
-        None, "Connect with TLS and trust this certificate authority (PEM); `system` trusts the system's.", "FILE", path
+        None, "Connect with TLS and trust this certificate authority (PEM); `system` trusts the system's.", PATH
     )
     tls_client_cert: Path | None = setting(
-        None, "Certificate (chain, PEM) to show to the daemon, if it knows clients by certificates.", "FILE", path
+        None, "Certificate (chain, PEM) to show to the daemon, if it knows clients by certificates.", PATH
     )
-    tls_client_key: Path | None = setting(
-        None, "Private key of --tls-client-cert, if it is in another file.", "FILE", path
-    )
+    tls_client_key: Path | None = setting(None, "Private key of --tls-client-cert, if it is in another file.", PATH)
 
     def __post_init__(self) -> None:
         if self.server.port == 0:
@@ -466,15 +469,10 @@ def read_settings(
         UsageError: with the option (or variable, or key), its value and what to give instead.
     """
     found = read_file(file, kind) if file else {}
-    if (
-        file
-        and kind is ServerSettings
-        and "token" in found
-        and "true" not in (found.get("insecure"), options.get("insecure"))
-    ):
+    insecure = found.get("insecure") is True or options.get("insecure") == "true"
+    if file and kind is ServerSettings and "token" in found and not insecure:
         refuse_readable_by_others(file, "--config: it has the token")
-    lowest = {**(defaults or {}), **found}
-    return load(kind, options, os.environ if environ is None else environ, lowest)
+    return load(kind, options, os.environ if environ is None else environ, found, defaults)
 
 
 def colour_allowed(environ: Mapping[str, str] | None = None) -> bool:

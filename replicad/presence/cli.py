@@ -6,13 +6,14 @@ from typing import Any
 
 import click
 
+from replicad.config.declaring import SECONDS, WHOLE
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadGroup, Seconds, database_options, json_option, option
+from replicad.terminal.command import ReplicadGroup, Value, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.output import echo, print_rows
 
-_limit_option = option("--limit", type=click.IntRange(1, 1_000_000), default=1000, show_default=True, help="Most rows.")
-_GRACE = Seconds(0, 86_400)
+_limit_option = option("--limit", type=Value(WHOLE, 1, 1_000_000), default=1000, show_default=True, help="Most rows.")
+_GRACE = Value(SECONDS, 0, 86_400)
 
 
 @click.group("presence", cls=ReplicadGroup, short_help="Who is online, as workers report by USER_SYNC.")
@@ -45,12 +46,12 @@ Examples:
 )
 @option(
     "--ttl",
-    type=Seconds(0.3, 3_600),
+    type=Value(SECONDS, 0.3, 3_600),
     help="A daemon without a beat for this time counts as ended. [default: 15s]",
 )
 @option(
     "--ip-retention",
-    type=Seconds(1, 10 * 366 * 86_400),
+    type=Value(SECONDS, 1, 10 * 366 * 86_400),
     help="How long USER_IP is kept. [default: 28d]",
 )
 @database_options

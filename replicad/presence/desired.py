@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from replicad.config.declaring import SECONDS
 from replicad.presence.repository import PresenceRepository
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands, duration
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands
 
 _DAY = 86_400
 _KEYS = ("grace", "lost_grace", "ttl", "ip_retention")
@@ -24,10 +25,10 @@ SECTION = Section(
     name="presence",
     one="presence",
     keys=(  # the defaults are those of presence/sql/011_presence_setting.sql
-        SectionKey("grace", duration(0, _DAY), 30.0),
-        SectionKey("lost_grace", duration(0, _DAY), 30.0),
-        SectionKey("ttl", duration(0.3, 3600), 15.0),
-        SectionKey("ip_retention", duration(1, 3660 * _DAY), 28.0 * _DAY),
+        SectionKey("grace", SECONDS, 30.0, minimum=0, maximum=_DAY),
+        SectionKey("lost_grace", SECONDS, 30.0, minimum=0, maximum=_DAY),
+        SectionKey("ttl", SECONDS, 15.0, minimum=0.3, maximum=3600),
+        SectionKey("ip_retention", SECONDS, 28.0 * _DAY, minimum=1, maximum=3660 * _DAY),
     ),
     present=present,
     normal=as_it_stands,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from functools import lru_cache
 
+from replicad.config.declaring import nearest
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.commands import Error, Help
 from replicad.protocol.words import Side, sendable
@@ -33,8 +33,8 @@ def help_answer(vocabulary: Vocabulary, word: str) -> bytes:
         return _answer(vocabulary, word)
     if not word:
         return _answer(vocabulary, "")
-    near = difflib.get_close_matches(word.upper()[:40], known, n=1)
-    hint = f"did you mean {near[0]}? The commands are" if near else "the commands are"
+    near = nearest(word.upper()[:40], known)
+    hint = f"did you mean {near}? The commands are" if near is not None else "the commands are"
     error = Error(sendable(f"{UNKNOWN}: there is no command {word[:40]!r}; {hint}:"))
     return f"{error.render()}\n".encode() + _answer(vocabulary, "")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicad.config.declaring import load, read_file
+from replicad.config.declaring import WHOLE, load, read_file
 from replicad.config.settings import ClientSettings, DatabaseSettings, read_settings
 from replicad.errors import EnvironmentRefused, SenderRefused, UnknownStream, UsageError
 from replicad.postgres.statements import statement
@@ -25,6 +25,7 @@ from replicad.sender.signing import derive
 from replicad.terminal.command import (
     ReplicadCommand,
     ReplicadGroup,
+    Value,
     database_options,
     json_option,
     option,
@@ -203,7 +204,7 @@ async def _stop_on_signal(sender: Sender) -> None:
             sender.stop()
 
 
-_IDS = click.IntRange(1, MAX_INTEGER)
+_IDS = Value(WHOLE, 1, MAX_INTEGER)
 _WIDEST = 60  # characters of a destination in the table: a name may have a thousand, and would move all columns
 _COLUMNS = ["id", "parked_at", "stream", "destination", "kind", "token", "replaying", "reason"]
 
@@ -229,7 +230,7 @@ def _choice(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @parked.command("list")
-@option("--limit", type=click.IntRange(1, 1_000_000), default=1000, help="The oldest, so many. Default: 1000.")
+@option("--limit", type=Value(WHOLE, 1, 1_000_000), default=1000, help="The oldest, so many. Default: 1000.")
 @json_option
 @_choice
 def list_parked(stream: str | None, destination: str | None, limit: int, as_json: bool, **options: Any) -> None:

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from replicad.config.declaring import amount, check_ranges, choice, count, duration, path, setting, text_of
+from replicad.config.declaring import (
+    PATH,
+    amount,
+    check_ranges,
+    choice,
+    count,
+    duration,
+    matching,
+    parsed,
+    setting,
+)
 from replicad.config.secrets import trust
 from replicad.errors import UsageError
 from replicad.retry import Backoff
@@ -87,6 +97,11 @@ def _sql(text: str) -> str:
     return text
 
 
+_NAMES = parsed("names", "names separated by commas or blanks", _names, "NAMES")
+_PLACES = parsed("places", "networks, addresses or names, separated by commas or blanks", _places, "PLACES")
+_SQL = parsed("query", "a query", _sql, "SQL")
+
+
 def _time(default: float, text: str, low: float, high: float = 30 * _DAY) -> float:
     return duration(default, text, low, high)
 
@@ -99,31 +114,27 @@ class Routing:
 
     GROUP: ClassVar = "Routing"
 
-    destinations: tuple[str, ...] = setting((), "Every row goes to these destinations.", "NAMES", _names)
+    destinations: tuple[str, ...] = setting((), "Every row goes to these destinations.", _NAMES)
     route: str | None = setting(
         None,
         "Function of (stream, token, row) that returns a Fact, an Update or None.",
-        "MODULE:NAME",
-        text_of(_MODULE, "give a module and a function in it, such as app.federation:route"),
+        matching(_MODULE, "a module and a function in it, such as app.federation:route", "MODULE:NAME"),
     )
     route_sql: str | None = setting(
         None,
         "Query that routes facts: $1 bigint[] tokens, $2 jsonb[] rows; returns n, destinations, room, pdu.",
-        "SQL",
-        _sql,
+        _SQL,
     )
     update_route_sql: str | None = setting(
         None,
         "Query that routes updates: $1 bigint[] tokens, $2 jsonb[] rows; returns n, destinations, edu, key, droppable.",
-        "SQL",
-        _sql,
+        _SQL,
     )
     latest_sql: str | None = setting(
         None,
         "Query for catch-up: $1 text destination, $2 text[] rooms; returns room, pdu: a room's latest facts, where the "
         "destination may have them. Without it, the latest fact that was meant for the destination.",
-        "SQL",
-        _sql,
+        _SQL,
     )
     bad_row: str = choice(
         "stop",
@@ -143,7 +154,7 @@ class Routing:
             raise UsageError(f"{' and '.join(given_ways)} are given; give one of them")
 
 
-_SECRET = text_of(r"[!-~]{32,1024}", "give 32 to 1024 printable characters without blanks: openssl rand -hex 32")
+_SECRET = matching(r"[!-~]{32,1024}", "32 to 1024 printable characters without blanks: openssl rand -hex 32", "SECRET")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +162,11 @@ class Secrets:
     """The secrets from which the secrets of destinations are made. A destination could guess a short secret."""
 
     federation_secret: str | None = setting(
-        None, "Secret from which the secret of each destination is made.", "SECRET", _SECRET, secret=True
+        None, "Secret from which the secret of each destination is made.", _SECRET, secret=True
     )
     federation_secret_previous: str | None = setting(
         None,
         "The previous secret: `sender secret` prints the secrets made from it too.",
-        "SECRET",
         _SECRET,
         secret=True,
     )
@@ -177,11 +187,10 @@ class Delivery:
     url: str = setting(
         "",
         "URL of a request, with {destination} and {transaction} in it. Default: that of the form.",
-        "TEMPLATE",
-        text_of(r"[!-~]{1,1024}", "give a URL without blanks"),
+        matching(r"[!-~]{1,1024}", "a URL without blanks", "TEMPLATE"),
     )
     origin: str = setting(
-        "", "Name of this server in the matrix form; it is never sent anything.", "NAME", text_of(_NAME, "give a name")
+        "", "Name of this server in the matrix form; it is never sent anything.", matching(_NAME, "a name", "NAME")
     )
     sign: str = choice(
         "none",
@@ -193,23 +202,21 @@ class Delivery:
     allow_destinations: tuple[str, ...] = setting(
         (),
         "Send only to hosts that match one of these globs, or to such names where the host is fixed. Default: all.",
+        _NAMES,
         "GLOBS",
-        _names,
     )
     allow_private: tuple[str, ...] = setting(
         (),
         "Networks, addresses and names (globs) of hosts that may be private, loopback or link-local. Default: none.",
-        "PLACES",
-        _places,
+        _PLACES,
     )
     allow_http: tuple[str, ...] = setting(
         (),
         "Networks, addresses and names (globs) of hosts that get secrets and signatures over http too. Default: none.",
-        "PLACES",
-        _places,
+        _PLACES,
     )
     destination_ca: Path | None = setting(
-        None, "Certificate authorities (PEM) to trust in destinations. Default: the system's.", "FILE", path
+        None, "Certificate authorities (PEM) to trust in destinations. Default: the system's.", PATH
     )
     destination_timeout: float = _time(  # a host that is down does not answer; others answer in tenths of a second
         10.0, "A connection to a destination must be made within this time.", 0.01
@@ -321,11 +328,11 @@ class SenderSettings:
         UsageError: something is missing, out of range, or contradicts something else.
     """
 
-    facts: str = setting("", "Stream of facts to deliver.", "STREAM", text_of(_NAME, "give the name of a stream"))
-    updates: tuple[str, ...] = setting((), "Streams of updates to deliver.", "STREAMS", _names)
-    sender_name: str = setting("sender", "Name of this sender.", "NAME", text_of(_NAME, "give a name without blanks"))
+    facts: str = setting("", "Stream of facts to deliver.", matching(_NAME, "the name of a stream", "STREAM"))
+    updates: tuple[str, ...] = setting((), "Streams of updates to deliver.", _NAMES, "STREAMS")
+    sender_name: str = setting("sender", "Name of this sender.", matching(_NAME, "a name without blanks", "NAME"))
     senders: tuple[str, ...] = setting(
-        (), "All senders, this one too; they share the destinations. Default: this one alone.", "NAMES", _names
+        (), "All senders, this one too; they share the destinations. Default: this one alone.", _NAMES
     )
     start: str = choice("now", "Where to begin with a stream of which nothing was recorded yet.", "now", "earliest")
     sender_grace: float = _time(5.0, "On SIGTERM or SIGINT requests under way get this time to end.", 0.0, 600)

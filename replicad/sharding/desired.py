@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from replicad.config.declaring import WHOLE
 from replicad.sharding import admin
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands, whole
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands
 
 _MOST_SLOTS = 4096
 
@@ -25,8 +26,10 @@ SECTION = Section(
     keys=(
         SectionKey(
             "slots",
-            whole(1, _MOST_SLOTS),
+            WHOLE,
             admin.SLOTS,
+            minimum=1,
+            maximum=_MOST_SLOTS,
             fixed="a key's slot depends on the number: stop the writers, replicad writers disable NAME, then apply",
         ),
     ),

@@ -6,16 +6,27 @@ conflict with another is refused; none is ignored. `endpoint_of` and `retries_of
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from enum import Flag, auto
 from typing import Any
 
 from replicad.client.blocking_client import Endpoint
-from replicad.config.declaring import Setting, choice_of, seconds, text_of, whole_number
-from replicad.config.secrets import read_token, word
+from replicad.config.declaring import (
+    FLAG,
+    SECONDS,
+    WHOLE,
+    Key,
+    ValueKind,
+    matching,
+    nearest,
+    one_of,
+    parsed,
+    setting,
+    settings_of,
+)
+from replicad.config.secrets import WORD, read_token
 from replicad.errors import BadToken, UsageError
 from replicad.protocol.tokens import Vector
 from replicad.retry import Backoff, Retries
@@ -47,15 +58,7 @@ _USE_NAMES = {
     Use.STREAM_BATCH: "a batch read of a stream",
 }
 
-_path = text_of(r"[^\0]{1,4096}", "give a path")
-
-
-def _flag(text: str) -> bool:
-    return choice_of("true", "false")(text.lower()) == "true"
-
-
-def _encoding(text: str) -> str:
-    return choice_of(AUTO, *ENCODINGS)(text.lower())
+_FILE = matching(r"[^\0]{1,4096}", "a path")
 
 
 def _islands(text: str) -> tuple[IslandAddress, ...]:
@@ -91,57 +94,58 @@ class IslandAddress:
     port: int
 
 
-def _option(name: str, parse: Callable[[str], Any], default: Any, use: Use, help: str, *bounds: float) -> Any:
+_ISLANDS = parsed("islands", "daemons such as east=db1:9009,west=db2:9009", _islands)
+_OFFSETS = parsed("offsets", "earliest, latest or a token such as 58~2.61", _starting_offsets)
+
+
+def _option(name: str, kind: ValueKind, default: Any, use: Use, help: str, *bounds: float) -> Any:
     """A field of SourceOptions. `bounds` of a number: the minimum, or minimum and maximum."""
     low, high = (*bounds, None, None)[:2]
-    made = Setting(name, default, help, "", parse, low, high, on_command_line=name != "token")
-    return field(default=default, repr=made.on_command_line, metadata={"option": made, "use": use})
+    return setting(default, help, kind, minimum=low, maximum=high, secret=name == "token", name=name, use=use)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """All options of a source, parsed and checked. Times are in seconds; None: no default."""
 
-    host: str = _option("host", word, "127.0.0.1", Use.ALL, "host of the daemon")
-    port: int = _option("port", whole_number, 9009, Use.ALL, "port of the daemon", 1, 65535)
+    host: str = _option("host", WORD, "127.0.0.1", Use.ALL, "host of the daemon")
+    port: int = _option("port", WHOLE, 9009, Use.ALL, "port of the daemon", 1, 65535)
     islands: tuple[IslandAddress, ...] | None = _option(
         "islands",
-        _islands,
+        _ISLANDS,
         None,
         Use.TUBE_STREAM,
         "several daemons instead of host and port, each with a tube of that name: name=host:port,...",
     )
-    token: str | None = _option("token", word, None, Use.ALL, "secret that the daemon asks for")
+    token: str | None = _option("token", WORD, None, Use.ALL, "secret that the daemon asks for")
     token_file: str | None = _option(
-        "tokenFile", _path, None, Use.ALL, "file with that secret, readable on the driver and all executors"
+        "tokenFile", _FILE, None, Use.ALL, "file with that secret, readable on the driver and all executors"
     )
     tls_ca: str | None = _option(
-        "tlsCa", _path, None, Use.ALL, "connect with TLS and trust this authority (PEM file, or `system`)"
+        "tlsCa", _FILE, None, Use.ALL, "connect with TLS and trust this authority (PEM file, or `system`)"
     )
-    server_name: str | None = _option("serverName", word, None, Use.ALL, "name that the daemon must give")
-    connect_timeout: float = _option("connectTimeout", seconds, 10.0, Use.ALL, "limit for one connection", 0.001, 3600)
-    num_retries: int = _option("numRetries", whole_number, 10, Use.ALL, "retries after a lost connection", 0, 1000)
+    server_name: str | None = _option("serverName", WORD, None, Use.ALL, "name that the daemon must give")
+    connect_timeout: float = _option("connectTimeout", SECONDS, 10.0, Use.ALL, "limit for one connection", 0.001, 3600)
+    num_retries: int = _option("numRetries", WHOLE, 10, Use.ALL, "retries after a lost connection", 0, 1000)
     retry_interval: float = _option(
-        "retryInterval", seconds, 0.1, Use.ALL, "pause before the first retry; each one doubles, up to 5 s", 0, 3600
+        "retryInterval", SECONDS, 0.1, Use.ALL, "pause before the first retry; each one doubles, up to 5 s", 0, 3600
     )
-    tube: str | None = _option("tube", word, None, Use.TUBE, "tube to read")
-    stream: str | None = _option("stream", word, None, Use.STREAM, "stream to read")
+    tube: str | None = _option("tube", WORD, None, Use.TUBE, "tube to read")
+    stream: str | None = _option("stream", WORD, None, Use.STREAM, "stream to read")
     starting_offsets: str = _option(
         "startingOffsets",
-        _starting_offsets,
+        _OFFSETS,
         EARLIEST,
         Use.ALL,
         "where a new query begins: earliest (tubes); earliest, latest or a token (streams)",
     )
-    max_pods: int = _option(
-        "maxPodsPerTrigger", whole_number, 10_000, Use.TUBE_STREAM, "pods in a micro-batch at most", 1
-    )
+    max_pods: int = _option("maxPodsPerTrigger", WHOLE, 10_000, Use.TUBE_STREAM, "pods in a micro-batch at most", 1)
     max_ids: int | None = _option(
-        "maxIdsPerTrigger", whole_number, None, Use.TUBE_STREAM, "ids in a micro-batch, about; a pod is never split", 1
+        "maxIdsPerTrigger", WHOLE, None, Use.TUBE_STREAM, "ids in a micro-batch, about; a pod is never split", 1
     )
     max_ids_of_task: int | None = _option(
         "maxIdsPerTask",
-        whole_number,
+        WHOLE,
         None,
         Use.TUBE_STREAM,
         "ids of each partition in a micro-batch, about; limits the memory of a task",
@@ -149,60 +153,56 @@ class SourceOptions:
     )
     max_backfill_pods: int = _option(
         "maxBackfillPodsPerTrigger",
-        whole_number,
+        WHOLE,
         1_000,
         Use.TUBE_STREAM,
         "backfill pods among them; 0: none",
         0,
     )
-    min_pods: int | None = _option(
-        "minPodsPerTrigger", whole_number, None, Use.TUBE_STREAM, "wait for that many pods", 1
-    )
+    min_pods: int | None = _option("minPodsPerTrigger", WHOLE, None, Use.TUBE_STREAM, "wait for that many pods", 1)
     max_trigger_delay: float = _option(
-        "maxTriggerDelay", seconds, 900.0, Use.TUBE_STREAM, "longest wait for minPodsPerTrigger", 0.001, 86400
+        "maxTriggerDelay", SECONDS, 900.0, Use.TUBE_STREAM, "longest wait for minPodsPerTrigger", 0.001, 86400
     )
     max_offsets: int = _option(
         "maxOffsetsPerTrigger",
-        whole_number,
+        WHOLE,
         100_000,
         Use.STREAM_STREAM,
         "largest move of the token in a micro-batch",
         1,
     )
     poll_timeout: float = _option(
-        "pollTimeout", seconds, 1.0, Use.STREAMING, "how long a trigger waits for new data", 0, 300
+        "pollTimeout", SECONDS, 1.0, Use.STREAMING, "how long a trigger waits for new data", 0, 300
     )
-    consumer: str | None = _option("consumer", word, None, Use.TUBE, "name under which the lease is held")
+    consumer: str | None = _option("consumer", WORD, None, Use.TUBE, "name under which the lease is held")
     holder: str | None = _option(
         "holder",
-        word,
+        WORD,
         None,
         Use.TUBE_STREAM,
         "exact holder of the lease, for a program that restarts its own query; default: a unique name",
     )
     lease_ttl: float = _option(
-        "leaseTtl", seconds, 30.0, Use.TUBE, "time after which the lease of a crashed query expires", 0.1, 86400
+        "leaseTtl", SECONDS, 30.0, Use.TUBE, "time after which the lease of a crashed query expires", 0.1, 86400
     )
     lease_wait: float | None = _option(
         "leaseWait",
-        seconds,
+        SECONDS,
         None,
         Use.TUBE,
         "how long to wait for a tube that another query holds; default: until the lease of a crashed query expires",
         0,
         30 * 86400,
     )
-    include_payload: bool = _option("includePayload", _flag, False, Use.TUBE, "add the column payload (JSON text)")
+    include_payload: bool = _option("includePayload", FLAG, False, Use.TUBE, "add the column payload (JSON text)")
     encoding: str = _option(
         "encoding",
-        _encoding,
+        one_of(AUTO, *ENCODINGS, any_case=True),
         AUTO,
         Use.TUBE,
         "form in which the daemon sends pods: lines, arrow (blocks), or auto: arrow if the daemon supports it",
     )
-    fail_on_data_loss: bool = _option(
-        "failOnDataLoss", _flag, True, Use.ALL, "fail if planned pods or rows are missing"
-    )
+    fail_on_data_loss: bool = _option("failOnDataLoss", FLAG, True, Use.ALL, "fail if planned pods or rows are missing")
 
     @property
     def what(self) -> str:
@@ -221,9 +221,11 @@ class SourceOptions:
         return self.lease_ttl + LEASE_SLACK if self.lease_wait is None else self.lease_wait
 
 
-OPTIONS: tuple[Setting, ...] = tuple(entry.metadata["option"] for entry in fields(SourceOptions))
-_FIELDS = {entry.metadata["option"].name: entry.name for entry in fields(SourceOptions)}
-USES: dict[str, Use] = {entry.metadata["option"].name: entry.metadata["use"] for entry in fields(SourceOptions)}
+OPTIONS: tuple[Key, ...] = tuple(settings_of(SourceOptions))
+_FIELDS = {key.name: entry.name for key, entry in zip(OPTIONS, fields(SourceOptions), strict=True)}
+USES: dict[str, Use] = {
+    key.name: entry.metadata["use"] for key, entry in zip(OPTIONS, fields(SourceOptions), strict=True)
+}
 _BY_KEY = {option.name.lower(): option for option in OPTIONS}
 
 
@@ -286,9 +288,9 @@ def _use(tube: bool, streaming: bool | None) -> Use:
 
 
 def _unknown(key: str) -> UsageError:
-    near = difflib.get_close_matches(key.lower(), _BY_KEY, n=1)
-    hint = f"did you mean {_BY_KEY[near[0]].name}? " if near else ""
-    return UsageError(f"unknown option {key!r}; {hint}{_listed()}")
+    near = nearest(key.lower(), _BY_KEY)
+    hint = "" if near is None else f"; did you mean {_BY_KEY[near].name}?"
+    return UsageError(f"option {key!r} is not known{hint or '.'} {_listed()}")
 
 
 def _listed() -> str:

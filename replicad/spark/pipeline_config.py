@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replicad.config.declaring import seconds
+from replicad.config.declaring import (
+    SECONDS,
+    TABLE_OF_TEXTS,
+    TEXT,
+    WHOLE,
+    Key,
+    ValueKind,
+    one_of,
+    only_toml,
+    seconds,
+)
+from replicad.config.settings import DATABASE_URL
 from replicad.errors import UsageError
 from replicad.spark.checkpoint import place_of
 from replicad.spark.columns import DECIMAL, NUMERIC_FORMS, PARK, RANGE_FORMS, ColumnForms
@@ -19,15 +30,116 @@ from replicad.spark.tables import FOLLOW, NEW_COLUMN_FORMS, WIDER_TYPE_FORMS, Ta
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_CHOICES: Mapping[str, Mapping[str, str]] = {
-    "numeric": NUMERIC_FORMS,
-    "out_of_range": RANGE_FORMS,
-    "new_columns": NEW_COLUMN_FORMS,
-    "wider_types": WIDER_TYPE_FORMS,
-}
 IDS_OF_TASK = 200_000  # of which the rows are loaded in one task, unless `maxIdsPerTask` is given: some 100 MB
 AVAILABLE_NOW = "available_now"
 ALL_COLUMNS = "*"
+
+
+def _interval(text: str) -> str | float:
+    if text == AVAILABLE_NOW:
+        return text
+    try:
+        return seconds(text)
+    except ValueError:
+        raise ValueError(f"give {_INTERVAL.expected}") from None
+
+
+def _all_columns(text: str) -> str:
+    if text != ALL_COLUMNS:
+        raise ValueError(f"give {_COLUMNS.expected}")
+    return text
+
+
+def _some_columns(names: Sequence[object]) -> Sequence[object]:
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"give {_COLUMNS.expected}")
+    return names
+
+
+_INTERVAL = ValueKind(
+    "interval", f"{AVAILABLE_NOW}, or {SECONDS.expected}", _interval, (str, int, float), SECONDS.convert, unit="seconds"
+)
+_COLUMNS = ValueKind(
+    "names",
+    f'a list of names such as ["id", "name"], or "{ALL_COLUMNS}" for all',
+    _all_columns,
+    (str, list),
+    _some_columns,
+)
+_RULES = only_toml(
+    "tables",
+    'a list such as [{shards = "0-9", table = "shard_{shard:04d}.cities"}]',
+    (list,),
+    lambda rules: all(isinstance(rule, dict) for rule in rules),
+)
+ENRICH = (
+    Key("database", DATABASE_URL, None, "URL of the Postgres with the rows; or --database, or REPLICAD_DATABASE"),
+    Key("table", TEXT, None, "table of a shard; `{shard}` stands for its number. Give this or `tables`"),
+    Key(
+        "tables",
+        _RULES,
+        None,
+        "tables for sets of shards, with `shards`, `table` and perhaps `database`; the first with the shard counts",
+    ),
+    Key("id", TEXT, "id", "column with the ids that the tube has"),
+    Key("columns", _COLUMNS, ALL_COLUMNS, "columns that go downstream, or `*` for all; the id is always among them"),
+    Key(
+        "numeric",
+        one_of(*NUMERIC_FORMS),
+        DECIMAL,
+        "how numeric is carried; " + "; ".join(f"`{name}`: {to}" for name, to in NUMERIC_FORMS.items()),
+    ),
+    Key(
+        "out_of_range",
+        one_of(*RANGE_FORMS),
+        PARK,
+        "dates and times beyond the years 1 to 9999; "
+        + "; ".join(f"`{name}`: {to}" for name, to in RANGE_FORMS.items()),
+    ),
+    Key(
+        "new_columns",
+        one_of(*NEW_COLUMN_FORMS),
+        FOLLOW,
+        "a column that a table gets while `columns` is `*`; "
+        + "; ".join(f"`{name}`: {to}" for name, to in NEW_COLUMN_FORMS.items()),
+    ),
+    Key(
+        "wider_types",
+        one_of(*WIDER_TYPE_FORMS),
+        FOLLOW,
+        "a column that gets a type with more values in some table, such as bigint for integer; "
+        + "; ".join(f"`{name}`: {to}" for name, to in WIDER_TYPE_FORMS.items()),
+    ),
+    Key(
+        "renamed",
+        TABLE_OF_TEXTS,
+        {},
+        'columns that are renamed in one table after the other: `{old = "new"}`; downstream they keep the old name',
+    ),
+)
+RUN = (
+    Key("checkpoint", TEXT, None, "folder, or URI for Hadoop, in which Spark keeps how far it is", required=True),
+    Key(
+        "trigger",
+        _INTERVAL,
+        AVAILABLE_NOW,
+        f"how often to look for changes; `{AVAILABLE_NOW}`: end without any",
+        minimum=0,
+        maximum=86_400,
+    ),
+    Key("name", TEXT, "pipeline", "name of the query, in `replicad top` and in the lease"),
+    Key("transform", TEXT, None, "a function of yours, `module:name`, from DataFrame to DataFrame"),
+    Key(
+        "tries",
+        WHOLE,
+        5,
+        "after so many failures of a batch the rows that cause them are looked for, and parked",
+        minimum=1,
+        maximum=1000,
+    ),
+)
+_KEYS = {key.name: key for key in (*ENRICH, *RUN)}
+_CHECKED = ("numeric", "out_of_range", "new_columns", "wider_types", "tries")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,43 +192,25 @@ class PipelineConfig:
     tube_schema: str = "tube"
 
     def __post_init__(self) -> None:
-        if not re.match(r"postgres(ql)?://", self.database):
-            raise UsageError("database: give a URL such as postgresql://user@host:5432/name")
+        _KEYS["database"].take(self.database, "database")
         if not isinstance(self.sink, Sink):
             raise UsageError(
                 f"sink: {type(self.sink).__qualname__} is not a downstream; give one of replicad.spark.sinks, "
                 "or your own object in a CustomSink"
             )
-        if not 1 <= self.tries <= 1000:
-            raise UsageError(f"tries: {self.tries} is out of range; give a number from 1 to 1000")
-        for name, forms in _CHOICES.items():
-            if getattr(self, name) not in forms:
-                raise UsageError(f"{name}: {getattr(self, name)!r} is not valid; give one of {', '.join(forms)}")
+        for name in _CHECKED:
+            _KEYS[name].take(getattr(self, name), name)
+        _KEYS["columns"].take(self.columns if isinstance(self.columns, str) else list(self.columns), "columns")
+        object.__setattr__(self, "trigger", _KEYS["trigger"].take(self.trigger, "trigger"))
         both = self.renamed.keys() & self.renamed.values()
         if both:
             raise UsageError(
                 f"renamed: {min(both)} is an old and a new name; give the names downstream and in the tables"
             )
-        if isinstance(self.columns, str) and self.columns != ALL_COLUMNS:
-            raise UsageError(f"columns: give a list of names, or {ALL_COLUMNS!r} for all")
-        if not isinstance(self.columns, str) and not self.columns:
-            raise UsageError(f"columns: the list is empty; give the names of columns, or {ALL_COLUMNS!r}")
         object.__setattr__(self, "checkpoint", place_of(str(self.checkpoint)))
-        self._check_trigger()
         if not self.rules:
             raise UsageError("table: give at least one")
         parse_options(self.source_options, streaming=True)
-
-    def _check_trigger(self) -> None:
-        if self.trigger == AVAILABLE_NOW:
-            return
-        if isinstance(self.trigger, str):
-            try:
-                object.__setattr__(self, "trigger", seconds(self.trigger))
-            except ValueError as error:
-                raise UsageError(f"trigger: {self.trigger!r} is not valid; give {AVAILABLE_NOW}, or {error}") from None
-        if not 0 <= float(self.trigger) <= 86400:
-            raise UsageError(f"trigger: {self.trigger} is out of range; give seconds from 0 to 86400")
 
     @property
     def rules(self) -> tuple[TableRule, ...]:

@@ -6,9 +6,7 @@ imported inside its function.
 
 from __future__ import annotations
 
-import difflib
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -17,9 +15,10 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from replicad.config.contexts import FILE_VARIABLE, KEYS, VARIABLE, CommandContext, contexts_file, find_context
-from replicad.config.declaring import Setting, plain, seconds, settings_of, size
+from replicad.config.declaring import FLAG, Key, ValueKind, nearest, plain, settings_of
 from replicad.config.limits import Limits
 from replicad.config.settings import (
     ClientSettings,
@@ -48,12 +47,19 @@ class CommandRun:
 
 
 class SectionOption(click.Option):
-    """An option with a section heading in the help text. `setting`: the setting that it was made from."""
+    """An option with a section heading in the help text. `key`: the key that it was made from."""
 
-    def __init__(self, *args: Any, section: str = OPTIONS, setting: Setting | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, section: str = OPTIONS, key: Key | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.section = section
-        self.setting = setting
+        self.key = key
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The option and its help, with the range of its values."""
+        record = super().get_help_record(ctx)
+        if record is None or not isinstance(self.type, Value) or not self.type.key.range:
+            return record
+        return record[0], f"{record[1]} [{self.type.key.range}]"
 
 
 option = functools.partial(click.option, cls=SectionOption)
@@ -130,9 +136,9 @@ def _warn_of_variables(ctx: click.Context) -> None:
     of_command |= {"REPLICAD_TOKEN"} if {"REPLICAD_TOKEN_FILE"} & of_command else set()
     for name in sorted(os.environ.keys() - known - of_command):
         if name.startswith("REPLICAD_"):
-            near = difflib.get_close_matches(name, of_command, n=1, cutoff=ALIKE)
-            if near:
-                say(f"replicad: warning: the variable {name} is not known; did you mean {near[0]}?")
+            near = nearest(name, of_command, ALIKE)
+            if near is not None:
+                say(f"replicad: warning: the variable {name} is not known; did you mean {near}?")
 
 
 class ReplicadGroup(click.Group):
@@ -145,13 +151,13 @@ class ReplicadGroup(click.Group):
         return list(self.commands)
 
 
-def _option_of(made: Setting, default: object) -> dict[str, Any]:
+def _option_of(made: Key, default: object) -> dict[str, Any]:
     """The arguments of click for a setting. Values stay text; `read_settings` parses them."""
-    common = {"section": made.group or OPTIONS, "setting": made}
-    if made.is_flag:
+    common = {"section": made.group or OPTIONS, "key": made}
+    if made.kind is FLAG:
         return {**common, "help": made.help, "is_flag": True, "flag_value": "true", "default": None}
-    text = made.help if default in (None, "", ()) else f"{made.help} [default: {_shown(default, made.unit)}]"
-    return {**common, "metavar": made.placeholder, "help": text}
+    text = made.help if default in (None, "", ()) else f"{made.help} [default: {_shown(default, made.kind.unit)}]"
+    return {**common, "metavar": made.placeholder or made.kind.placeholder, "help": text}
 
 
 def _shown(default: object, unit: str) -> str:
@@ -205,7 +211,7 @@ def settings_options(kind: type, *, several: str | None = None, without: tuple[s
     """
 
     def decorate(function: F) -> F:
-        for made in reversed([made for made in settings_of(kind, nested=False) if made.on_command_line]):
+        for made in reversed([made for made in settings_of(kind, nested=False) if not made.secret]):
             if made.name in without:
                 continue
             kept = _option_of(made, made.default)
@@ -221,40 +227,29 @@ database_options = settings_options(DatabaseSettings)
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object per line instead of a table.")
 
 
-class _Parsed(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click only
-    """The type of an option whose value a parser of settings reads."""
+class Value(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click only
+    """The type of an option or argument that is no setting: a kind of value, and perhaps a range."""
 
-    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
-        self.name = name
-        self._parse = parse
+    def __init__(self, kind: ValueKind, low: float | None = None, high: float | None = None) -> None:
+        self.name = kind.name
+        self.key = Key("", kind, minimum=low, maximum=high)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ARG002
-        """Parse the value. Raises UsageError with the name of the option."""
-        where = param.opts[0] if param is not None else self.name
-        try:
-            return self._parse(str(value))
-        except ValueError as error:
-            raise UsageError(f"{where}: {value!r} is not valid; {error}") from None
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
+        """Parse and check a text; a default is a value already. Raises UsageError with the name of the option."""
+        if not isinstance(value, str):
+            return value
+        if param is None:
+            return self.key.read(value, self.name)
+        return self.key.read(value, param.opts[0] if isinstance(param, click.Option) else param.human_readable_name)
 
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002
+        """The word for the value of an option, or the words of an argument that has few; else its own name."""
+        kind = self.key.kind
+        return kind.placeholder if isinstance(param, click.Option) or kind.words else ""
 
-class Seconds(_Parsed):
-    """The type of an option that is a time: `30`, `0.5`, `500ms`, `2m`, `1h` or `7d`, as a number of seconds."""
-
-    def __init__(self, low: float = 0, high: float = math.inf) -> None:
-        def parse(text: str) -> float:
-            found = seconds(text)
-            if not low <= found <= high:
-                raise ValueError(f"give {low:g} to {high:g} seconds")
-            return found
-
-        super().__init__("seconds", parse)
-
-
-class Bytes(_Parsed):
-    """The type of an option that is a size: `1048576`, `128KiB`, `1MiB` or `2GB`, as a number of bytes."""
-
-    def __init__(self) -> None:
-        super().__init__("bytes", size)
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        """The words that begin so, if there are few."""
+        return [CompletionItem(word) for word in self.key.kind.words if word.startswith(incomplete)]
 
 
 NEEDED = ("database", "server")  # a command that has this option cannot do without, so its context must name it

@@ -131,7 +131,7 @@ def test_the_command_asks_which_is_meant_and_shows_ids_as_it_takes_them(run: Run
         assert "--destination, --stream or --all" in run(verb, status=2)
         assert run(verb, "--all").startswith("0 ")
         for number in ("0", "9223372036854775808"):
-            assert "is not in the range 1<=x<=9223372036854775807" in run(verb, number, status=2)
+            assert "is out of range; give a number from 1 to 9223372036854775807" in run(verb, number, status=2)
         assert run(verb, "9223372036854775807").startswith("0 ")
 
     async def park() -> None:

@@ -22,7 +22,7 @@ from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
 from replicad.spark.source import ReplicadDataSource
-from tests import pipeline_page
+from tests import keys_page
 
 WHOLE = """
 [source]
@@ -95,16 +95,24 @@ def test_several_tables_feed_one_tube(tmp_path: Path) -> None:
         ("[source]", "[sources]", r"unknown section \[sources\]; there are \[source\]"),
         ('tube = "cities"', "", r"\[source\] has no tube"),
         ("maxPodsPerTrigger", "maxPodsPerTriger", "did you mean maxPodsPerTrigger"),
-        ("port = 9010", 'port = "http"', "'http' is not a port"),
+        ("port = 9010", 'port = "http"', r"\[source\] port: 'http' is not valid; give a whole number"),
         ('database = "postgresql://me:secret@db/app"', "", "neither --database nor REPLICAD_DATABASE"),
         ("postgresql://me", "mysql://me", "give a URL such as postgresql"),
-        ('table = "shard', 'tabel = "shard', "unknown key 'tabel'; did you mean table"),
-        ('numeric = "float"', 'numeric = "exact"', "numeric: 'exact' is not valid; give one of decimal, text, float"),
-        ('columns = ["name", "population"]', "columns = []", "the list is empty"),
+        ('table = "shard', 'tabel = "shard', r"\[enrich\] tabel is not known; did you mean table"),
+        ('numeric = "float"', 'numeric = "exact"', "numeric: 'exact' is not valid; give decimal, text or float"),
+        (
+            'columns = ["name", "population"]',
+            "columns = []",
+            r"columns: \[\] is not valid; give a list of names",
+        ),
         ('columns = ["name", "population"]', 'columns = "name"', "give a list of names"),
         ('kind = "parquet"', 'kind = "kafka"', "'kafka' is not valid; give one of parquet, postgres"),
-        ('folder = "out"', "", r"\[downstream\] has no folder"),
-        ('folder = "out"', 'folder = "out"\npath = "x"', "unknown key 'path'; there are folder, rows_per_file"),
+        ('folder = "out"', "", r"\[downstream\] folder is missing; give a text"),
+        (
+            'folder = "out"',
+            'folder = "out"\npath = "x"',
+            "path is not known; there are folder, rows_per_file",
+        ),
         (
             'kind = "parquet"\nfolder = "out"',
             'kind = "class"\nclass = "nowhere:Sink"',
@@ -113,9 +121,9 @@ def test_several_tables_feed_one_tube(tmp_path: Path) -> None:
         (
             'trigger = "500ms"',
             'trigger = "often"',
-            "trigger: 'often' is not valid; give available_now, or give seconds",
+            "trigger: 'often' is not valid; give available_now, or seconds",
         ),
-        ('checkpoint = "state/checkpoint"', "", r"\[run\] has no checkpoint"),
+        ('checkpoint = "state/checkpoint"', "", r"\[run\] checkpoint is missing; give a text"),
         ("{shard:04d}", "{table}", "is not a template"),
         ("[run]", "[run", "is not TOML"),
     ],
@@ -132,13 +140,13 @@ def test_what_does_not_fit_is_refused_by_file_and_key(tmp_path: Path, old: str, 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('tube = "cities"', "tube = [1]", r"\[source\] tube: \[1\] is not valid; give a text, a number"),
+        ('tube = "cities"', "tube = [1]", r"\[source\] tube: \[1\] is not valid; give one word"),
         ("port = 9010", "port = {a = 1}", r"\[source\] port: .* is not valid"),
         ("maxPodsPerTrigger = 500", "maxPodsPerTrigger = 2024-01-01", r"\[source\] maxPodsPerTrigger: .* is not valid"),
         (
             'database = "postgresql://me:secret@db/app"',
             "database = 5",
-            r"\[enrich\] database: 5 is not valid; give a text",
+            r"\[enrich\] database: 5 is not valid; give a URL",
         ),
         ('table = "shard_{shard:04d}.cities"', "table = 7", r"\[enrich\] table: 7 is not valid; give a text"),
         (
@@ -155,7 +163,7 @@ def test_what_does_not_fit_is_refused_by_file_and_key(tmp_path: Path, old: str, 
         (
             'table = "shard_{shard:04d}.cities"',
             "tables = [{table = 'a'}]",
-            r"\[enrich\] tables has no shards",
+            r"\[enrich\] tables shards is missing; give shards",
         ),
         (
             'columns = ["name", "population"]',
@@ -163,9 +171,9 @@ def test_what_does_not_fit_is_refused_by_file_and_key(tmp_path: Path, old: str, 
             r"\[enrich\] columns: \[1, 2\] is not valid; give a list",
         ),
         ('columns = ["name", "population"]', "id = 3", r"\[enrich\] id: 3 is not valid; give a text"),
-        ('numeric = "float"', "numeric = true", r"\[enrich\] numeric: true is not valid; give a text"),
-        ('numeric = "float"', 'out_of_range = "keep"', "'keep' is not valid; give one of park, null, limits"),
-        ('numeric = "float"', 'new_columns = "yes"', "'yes' is not valid; give one of follow, stop, ignore"),
+        ('numeric = "float"', "numeric = true", r"\[enrich\] numeric: true is not valid; give decimal, text or float"),
+        ('numeric = "float"', 'out_of_range = "keep"', "'keep' is not valid; give park, null or limits"),
+        ('numeric = "float"', 'new_columns = "yes"', "'yes' is not valid; give follow, stop or ignore"),
         ('kind = "parquet"', "kind = 1", r"\[downstream\] kind: 1 is not valid; give one of"),
         ('folder = "out"', "folder = 1", r"\[downstream\] folder: 1 is not valid; give a text"),
         ('folder = "out"', 'folder = "s3://b/c"', "for an object store use the downstream `delta`"),
@@ -176,7 +184,7 @@ def test_what_does_not_fit_is_refused_by_file_and_key(tmp_path: Path, old: str, 
         ),
         ('folder = "out"', 'folder = "out"\nkeep = "often"', "keep: 'often' is not valid; give seconds such as 30"),
         ('checkpoint = "state/checkpoint"', "checkpoint = 5", r"\[run\] checkpoint: 5 is not valid; give a text"),
-        ('trigger = "500ms"', "trigger = [1]", r"\[run\] trigger: \[1\] is not valid; give seconds"),
+        ('trigger = "500ms"', "trigger = [1]", r"\[run\] trigger: \[1\] is not valid; give available_now, or seconds"),
         ('name = "nightly"', "name = 5", r"\[run\] name: 5 is not valid; give a text"),
         ('name = "nightly"', 'tries = "5"', r"\[run\] tries: '5' is not valid; give a whole number"),
         ('name = "nightly"', "tries = 1.5", r"\[run\] tries: 1.5 is not valid; give a whole number"),
@@ -209,9 +217,9 @@ def test_a_value_of_another_type_is_refused_with_one_that_fits(tmp_path: Path, o
 
 
 def test_the_page_has_all_keys_as_they_are_declared_and_every_kind_has_those_of_its_class() -> None:
-    page = pipeline_page.PAGE.read_text(encoding="utf-8")
-    assert pipeline_page.render(page) == page, "run python -m tests.pipeline_page"
-    assert {name for _, name, _ in pipeline_page.SECTION.findall(page)} == set(pipeline_page.TABLES)
+    page = keys_page.PIPELINE.read_text(encoding="utf-8")
+    assert keys_page.render(page) == page, "run python -m tests.keys_page"
+    assert {name for _, name, _ in keys_page.TABLE.findall(page)} == set(keys_page.PIPELINES)
     for kind, sink in KINDS.items():
         assert {key.name for key in DOWNSTREAMS[kind]} == {one.name for one in fields(sink)} - {"patience"}
 

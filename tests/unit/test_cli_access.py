@@ -34,7 +34,7 @@ def test_check_lists_the_clients_and_fails_where_the_daemon_would(
     assert ops.endswith("; may *")
     file.write_text('[client.a]\nallow = ["raed x"]')
     assert app.run(["access", "check", str(file)]) == 2
-    assert "did you mean 'read'?" in capsys.readouterr().err
+    assert "did you mean read?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_no_secret_shows_in_the_text_of_settings_or_of_their_refusal() -> None:
 
 
 def test_a_secret_has_no_option_on_the_command_line() -> None:
-    assert [made.name for made in settings_of(ServerSettings) if not made.on_command_line] == [
+    assert [made.name for made in settings_of(ServerSettings) if made.secret] == [
         "token",
         "redis_password",
     ]

@@ -72,7 +72,7 @@ def test_a_context_says_on_what_a_command_works(
         ("[a b]", "is not TOML"),
         ("['a b']", "'a b' is no name of a context"),
         ("[a]\ndatabse = 'x'", "databse of context a is not known; did you mean database\\?"),
-        ("[a]\nserver = 9009", "server of context a must be a text in quotes"),
+        ("[a]\nserver = 9009", "server of context a: 9009 is not valid; give HOST:PORT"),
         ("[a]\nserver = 'x:y'", "server of context a: 'x:y' is not valid; give HOST:PORT"),
         ("[a]\ntoken = 'x'", "token of context a is not known"),
     ],

@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import pytest
 
-from replicad.config.declaring import setting, settings_of, whole_number
+from replicad.config.declaring import WHOLE, key_of, setting, settings_of
 from tests.source import IN_ONE_PROCESS, modules
 
 pytestmark = IN_ONE_PROCESS
 
 CHECKS = ("__post_init__", "_check_trigger")  # methods that read values in order to refuse them
-KINDS = {"setting", "count", "duration", "amount", "choice"}  # what declares a setting
+KINDS = {"setting", "count", "duration", "amount", "choice", "flag"}  # what declares a setting
 PLAIN = {"replicad.spark.pipeline_config": "PipelineConfig", "replicad.spark.options": "SourceOptions"}
 
 
@@ -43,7 +43,7 @@ def declared() -> dict[str, set[str]]:
             if not (isinstance(made, type) and is_dataclass(made) and made.__module__ == module.name):
                 continue
             names = {entry.name for entry in fields(made)} if made.__name__ == PLAIN.get(module.name) else set()
-            names |= {one.name for one in settings_of(made, nested=False)}
+            names |= {entry.name for entry in fields(made) if key_of(made, entry) is not None}
             if names:
                 found[made.__name__] = names
     return found
@@ -91,7 +91,7 @@ def test_all_settings_are_found_wherever_they_are_declared() -> None:
 class MadeUp:
     """Settings as a module could declare them."""
 
-    size: int = setting(1, "Read by nobody.", "N", whole_number)
+    size: int = setting(1, "Read by no module.", WHOLE)
 
 
 @pytest.mark.parametrize(

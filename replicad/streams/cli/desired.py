@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from replicad.config.declaring import BYTES, TEXT, one_of
 from replicad.errors import StreamRefused
 from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import statement
 from replicad.streams import registry
 from replicad.streams.chunks import MAX_ROW
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, amount, choice, text
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
 
 _FIXED = "only a new stream can have another one: replicad streams remove NAME, then apply; its readers begin again"
 _MIN_ROW = 1024  # bytes; a constraint of the registry
@@ -66,14 +67,14 @@ SECTION = Section(
     name="streams",
     one="stream",
     keys=(
-        SectionKey("table", text, required=True, fixed=_FIXED),
-        SectionKey("id", text, required=True, fixed=_FIXED),
-        SectionKey("instance_column", text, fixed=_FIXED),
-        SectionKey("row", text, fixed=_FIXED),
-        SectionKey("method", choice(*registry.Method), str(registry.Method.LOCK_WATCH), fixed=_FIXED),
-        SectionKey("positions_table", text, fixed=_FIXED),
-        SectionKey("sequence", text, fixed=_FIXED),
-        SectionKey("max_row", amount(_MIN_ROW, MAX_ROW), MAX_ROW),
+        SectionKey("table", TEXT, required=True, fixed=_FIXED),
+        SectionKey("id", TEXT, required=True, fixed=_FIXED),
+        SectionKey("instance_column", TEXT, fixed=_FIXED),
+        SectionKey("row", TEXT, fixed=_FIXED),
+        SectionKey("method", one_of(*registry.Method), str(registry.Method.LOCK_WATCH), fixed=_FIXED),
+        SectionKey("positions_table", TEXT, fixed=_FIXED),
+        SectionKey("sequence", TEXT, fixed=_FIXED),
+        SectionKey("max_row", BYTES, MAX_ROW, minimum=_MIN_ROW, maximum=MAX_ROW),
     ),
     present=present,
     normal=normal,

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from replicad.config.declaring import SECONDS, WHOLE
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, Seconds, database_options, json_option, option
+from replicad.terminal.command import ReplicadCommand, Value, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.output import echo, print_rows
 
@@ -27,10 +28,15 @@ Examples:
 )
 @click.argument("name")
 @option("--retire", multiple=True, metavar="INSTANCE", help="Retire this writer. May be given several times.")
-@option("--retire-idle-since", type=int, metavar="TOKEN", help="Retire all writers that have no row above this token.")
+@option(
+    "--retire-idle-since",
+    type=Value(WHOLE),
+    metavar="TOKEN",
+    help="Retire all writers that have no row above this token.",
+)
 @option(
     "--quiet-for",
-    type=Seconds(),
+    type=Value(SECONDS),
     default="60",  # as streams.stream_writers.QUIET
     show_default=True,
     help="Retire only writers that have written nothing for this time.",

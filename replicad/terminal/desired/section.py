@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from replicad.config.declaring import seconds, size
+from replicad.config.declaring import Key
 
 if TYPE_CHECKING:
     from replicad.config.settings import DatabaseSettings
@@ -22,18 +22,14 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class SectionKey:
-    """One key of an object.
+class SectionKey(Key):
+    """A key of an object.
 
-    `read` turns what TOML has into the value and raises ValueError with what to give. `inner`: the value is a table of
-    named tables with these keys. `once`: it says what to do when the object is made, and describes nothing: it is
-    neither compared nor exported. `fixed`: it cannot be changed later; the text says why, and what to do.
+    `inner`: the value is a table of named tables with these keys. `once`: it says what to do when the object is made,
+    and describes nothing: it is neither compared nor exported. `fixed`: it cannot be changed later; the text says why,
+    and what to do.
     """
 
-    name: str
-    read: Callable[[Any], Any]
-    default: Any = None
-    required: bool = False
     inner: tuple[SectionKey, ...] = ()
     once: bool = False
     fixed: str = ""
@@ -86,90 +82,6 @@ class TargetDatabase:
 async def as_it_stands(place: TargetDatabase, name: str, values: Values) -> Values:  # noqa: ARG001
     """`Section.normal` where the file's values are the normal form."""
     return values
-
-
-# --- readers of values: what TOML has to the value, ValueError with what to give ---
-
-
-def text(value: Any) -> str:
-    """A text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise ValueError("a text in quotes")
-    return value
-
-
-def whole(low: int, high: int) -> Callable[[Any], int]:
-    """A whole number in a range."""
-
-    def read(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"a whole number from {low} to {high}")
-        return value
-
-    return read
-
-
-def amount(low: int, high: int) -> Callable[[Any], int]:
-    """A number of bytes, or a text such as `64MiB`."""
-
-    def read(value: Any) -> int:
-        wanted = f'a number of bytes from {low} to {high}, such as 1048576 or "1MiB"'
-        try:
-            found = size(value) if isinstance(value, str) else whole(low, high)(value)
-        except ValueError:
-            raise ValueError(wanted) from None
-        if not low <= found <= high:
-            raise ValueError(wanted)
-        return found
-
-    return read
-
-
-def duration(low: float, high: float) -> Callable[[Any], float]:
-    """A number of seconds, or a text such as `30s` or `7d`."""
-
-    def read(value: Any) -> float:
-        wanted = f'a time from {low:g} to {high:g} seconds, such as 30, "500ms", "2m" or "7d"'
-        try:
-            found = seconds(value) if isinstance(value, str) else _number(value)
-        except ValueError:
-            raise ValueError(wanted) from None
-        if not low <= found <= high:
-            raise ValueError(wanted)
-        return found
-
-    return read
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError("a number")  # noqa: TRY004 - what a person wrote is wrong, not the program
-    return float(value)
-
-
-def choice(*words: str) -> Callable[[Any], str]:
-    """One of a few words."""
-
-    def read(value: Any) -> str:
-        if value not in words:
-            raise ValueError(" or ".join(f'"{word}"' for word in words))
-        return str(value)
-
-    return read
-
-
-def texts(value: Any) -> tuple[str, ...]:
-    """A list of texts, in no order and each once."""
-    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-        raise ValueError('a list of texts, such as ["a", "b"]')
-    return tuple(sorted(set(value)))
-
-
-def tables(value: Any) -> dict[str, Any]:
-    """A table of named tables; their keys are the keys of `SectionKey.inner`."""
-    if not isinstance(value, dict) or not all(isinstance(one, dict) for one in value.values()):
-        raise ValueError("a table for each name")
-    return value
 
 
 def described(keys: Sequence[SectionKey]) -> list[SectionKey]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicad.config.declaring import read_toml
+from replicad.config.declaring import not_known, read_table, read_toml
 from replicad.terminal.desired.section import BARE, Section, SectionKey, Values, described
 
 Wanted = dict[str, dict[str, dict[str, Any]]]
@@ -34,7 +33,7 @@ def read_tables(found: Mapping[str, Any], sections: Sequence[Section], where: st
         place = f"{where}: {name}"
         section = by_name.get(name)
         if section is None:
-            faults.append(f"{place} is not known; {_near(name, by_name)}")
+            faults.append(not_known(place, name, by_name))
         elif not isinstance(content, dict):
             faults.append(f"{place} must be a table: write [{name}{'.NAME' if section.named else ''}]")
         elif not section.named:
@@ -56,33 +55,12 @@ def _named(
 
 
 def _object(values: Mapping[str, Any], keys: Sequence[SectionKey], place: str, faults: list[str]) -> dict[str, Any]:
-    known = {key.name: key for key in keys}
-    faults += [f"{place}.{quoted(name)} is not known; {_near(name, known)}" for name in values if name not in known]
-    found: dict[str, Any] = {}
+    found = {key.name: key.default for key in keys}
+    found |= read_table(values, keys, lambda name: f"{place}.{quoted(name)}", faults.append)
     for key in keys:
-        found[key.name] = key.default
-        if key.name in values:
-            try:
-                found[key.name] = key.read(values[key.name])
-            except ValueError as error:
-                faults.append(f"{place}.{key.name} is {_shown(values[key.name])}; it must be {error}")
-                continue
-            if key.inner:
-                found[key.name] = dict(_named(found[key.name], key.inner, f"{place}.{key.name}", faults))
-        elif key.required:
-            faults.append(f"{place} has no {key.name}; it must be given")
+        if key.inner and key.name in values:
+            found[key.name] = dict(_named(found[key.name], key.inner, f"{place}.{key.name}", faults))
     return found
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-
-
-def _shown(value: Any) -> str:
-    shown = json.dumps(value, ensure_ascii=False, default=str)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 # --- writing ---

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from replicad.config.declaring import TABLES, TEXT, WHOLE, parsed
 from replicad.errors import TubeRefused
 from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import call_value, load_sql, statement
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, tables, text, whole
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
 from replicad.tubes.cli.changing import change_with_locks
 from replicad.tubes.cli.islands import Tubes, parse_shards
 from replicad.tubes.shards import MAX_SHARD, ShardSet, shard_of_schema
@@ -131,28 +132,29 @@ async def _locked(place: TargetDatabase, what: str, work: Callable[[Run], Awaita
         await change_with_locks(place.db, within, what=what)
 
 
-def _shards(value: Any) -> str:
+def _shards(text: str) -> str:
     try:
-        return ShardSet.parse(text(value)).text
+        return ShardSet.parse(text).text
     except ValueError:
-        raise ValueError('shards such as "all", "7", "0-15" or "0-15,32"') from None
+        raise ValueError(f"give {_SHARDS.expected}") from None
 
 
+_SHARDS = parsed("shards", 'shards such as "all", "7", "0-15" or "0-15,32"', _shards)
 _TABLE = (
-    SectionKey("shard", whole(0, MAX_SHARD)),
-    SectionKey("predicate", text),
-    SectionKey("routing", text),
-    SectionKey("shards", _shards, once=True),
-    SectionKey("backfill", text, once=True),
+    SectionKey("shard", WHOLE, minimum=0, maximum=MAX_SHARD),
+    SectionKey("predicate", TEXT),
+    SectionKey("routing", TEXT),
+    SectionKey("shards", _SHARDS, once=True),
+    SectionKey("backfill", TEXT, once=True),
 )
 
 SECTION = Section(
     name="tubes",
     one="tube",
     keys=(
-        SectionKey("partitions", whole(1, _MOST_PARTITIONS), 1),
-        SectionKey("predicate", text),
-        SectionKey("tables", tables, {}, inner=_TABLE),
+        SectionKey("partitions", WHOLE, 1, minimum=1, maximum=_MOST_PARTITIONS),
+        SectionKey("predicate", TEXT),
+        SectionKey("tables", TABLES, {}, inner=_TABLE),
     ),
     present=present,
     normal=normal,

@@ -21,7 +21,7 @@ from replicad.operations.serving import Http
 from replicad.presence import service as presence
 from replicad.presence.service import PresenceIntervals, PresenceService
 from replicad.redis import service as redis
-from replicad.redis.pace import Pace as RedisPace
+from replicad.redis.intervals import RedisIntervals
 from replicad.redis.service import RedisService
 from replicad.redis.work import RedisWork
 from replicad.streams.serving import service as streams
@@ -42,7 +42,7 @@ class Paces:
     streams: StreamPace = StreamPace()
     tubes: TubeIntervals = TubeIntervals()
     presence: PresenceIntervals = PresenceIntervals()
-    redis: RedisPace = RedisPace()
+    redis: RedisIntervals = RedisIntervals()
 
 
 @dataclass(frozen=True)

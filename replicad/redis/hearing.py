@@ -23,8 +23,8 @@ from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import LockReleased, Name, RemoteServerUp
 from replicad.protocol.lines import LineTooLong
 from replicad.protocol.words import Side
+from replicad.redis.intervals import RedisIntervals
 from replicad.redis.link import RedisLink
-from replicad.redis.pace import Pace
 from replicad.redis.publisher import RedisPublisher
 from replicad.retry import Backoff
 from replicad.streams.commands import FederationAck, Replicate
@@ -51,7 +51,7 @@ class Hearing:
         publisher: Callable[[], RedisPublisher | None],
         troubles: Troubles,
         max_line: int,
-        pace: Pace,
+        pace: RedisIntervals,
     ) -> None:
         """`publisher`: that of this daemon, while it has the role. `max_line`: bytes of a command."""
         self._channels = channels

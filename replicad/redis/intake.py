@@ -32,7 +32,7 @@ from replicad.daemon.inside import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import BadToken, ConnectionLost, ReplicadError, RowUnreadable, TokenAhead, TokenExpired
 from replicad.nurseries import open_plain_nursery
-from replicad.redis.pace import Pace
+from replicad.redis.intervals import RedisIntervals
 from replicad.retry import Backoff
 
 NAME = "redis"  # of the connection, in lists of clients
@@ -71,7 +71,7 @@ class Item:
 class Intake:
     """The rows that wait for Redis. `take` and `done` are for the one task that publishes."""
 
-    def __init__(self, inside: Inside, tokens: Mapping[str, str], troubles: Troubles, pace: Pace) -> None:
+    def __init__(self, inside: Inside, tokens: Mapping[str, str], troubles: Troubles, pace: RedisIntervals) -> None:
         """`tokens`: where streams are to be followed from; the others from now on."""
         self._inside = inside
         self._tokens: dict[str, str | None] = dict(tokens)

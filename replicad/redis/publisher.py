@@ -18,9 +18,9 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import RedisUnavailable, ReplicadError
 from replicad.nurseries import open_plain_nursery
 from replicad.redis.intake import Intake, Item, Standing, Stopped
+from replicad.redis.intervals import RedisIntervals
 from replicad.redis.messages import COMMON, MISSED, OWN, STOPPED, Published, Step
 from replicad.redis.outlet import RedisOutlet
-from replicad.redis.pace import Pace
 from replicad.retry import Backoff
 
 MOST_SAID = 1000  # lines of other clients that wait to be published; then the oldest are dropped, and counted
@@ -37,7 +37,7 @@ class RedisPublisher:
         connect: Callable[[], Awaitable[RedisOutlet]],
         tokens: Mapping[str, str],
         troubles: Troubles,
-        pace: Pace,
+        pace: RedisIntervals,
     ) -> None:
         """`tokens`: of what was published before this turn."""
         self.intake = intake

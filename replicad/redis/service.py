@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from replicad.daemon.service import Answers, Feature, Host, Job, Peer
 from replicad.errors import EnvironmentRefused
 from replicad.redis.figures import RedisFigures
-from replicad.redis.pace import Pace
+from replicad.redis.intervals import RedisIntervals
 
 if TYPE_CHECKING:
     from replicad.redis.work import RedisWork
@@ -34,7 +34,7 @@ class RedisService:
         return {} if self.work is None else {"redis": str(self.work.address)}
 
 
-def feature(pace: Pace = Pace()) -> Feature:
+def feature(pace: RedisIntervals = RedisIntervals()) -> Feature:
     """The feature `redis`."""
 
     def open_service(host: Host) -> RedisService:

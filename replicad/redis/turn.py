@@ -16,7 +16,7 @@ import trio
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
 from replicad.redis.book import Standing, Turn
-from replicad.redis.pace import Pace
+from replicad.redis.intervals import RedisIntervals
 from replicad.redis.publisher import RedisPublisher
 
 TRUST = 0.9  # of the time to live
@@ -50,7 +50,7 @@ class Turns:
         is_fit: Callable[[], bool],
         begin: Callable[[Turn], RedisPublisher],
         troubles: Troubles,
-        pace: Pace,
+        pace: RedisIntervals,
     ) -> None:
         """`is_fit`: whether this daemon reaches Redis; one that does not leaves the role to the others."""
         self._book = book

@@ -14,9 +14,9 @@ from replicad.redis.address import parse_redis
 from replicad.redis.book import PublisherBook, Turn
 from replicad.redis.hearing import Hearing
 from replicad.redis.intake import Intake
+from replicad.redis.intervals import RedisIntervals
 from replicad.redis.link import RedisLink, open_redis
 from replicad.redis.outlet import RedisOutlet
-from replicad.redis.pace import Pace
 from replicad.redis.publisher import RedisPublisher
 from replicad.redis.turn import Turns
 
@@ -27,7 +27,7 @@ USER_IPS = "USER_IP"  # Synapse says this command on a channel of its own, below
 class RedisWork:
     """One daemon's work: it hears always, and publishes while it has the role."""
 
-    def __init__(self, host: Host, url: str, pace: Pace) -> None:
+    def __init__(self, host: Host, url: str, pace: RedisIntervals) -> None:
         """Raises UsageError if the URL is not one of a Redis."""
         settings = host.settings
         self.address = parse_redis(url, password=settings.redis_password, ca=settings.redis_ca)

@@ -34,10 +34,10 @@ from replicad.presence.repository import PresenceRepository
 from replicad.redis import following
 from replicad.redis.address import parse_redis
 from replicad.redis.figures import RedisFigures
+from replicad.redis.intervals import RedisIntervals
 from replicad.redis.link import RedisLink, open_redis
 from replicad.redis.messages import BOTH, Step, key_of
 from replicad.redis.outlet import RedisOutlet
-from replicad.redis.pace import Pace
 from replicad.streams import registry
 from replicad.streams.troubles import load as load_troubles
 from tests.conftest import PATIENCE
@@ -48,7 +48,7 @@ from .conftest import netcat_to
 
 SERVER = "example.org"
 SECRET = "a-secret-of-enough-characters"
-QUICK = Pace(
+QUICK = RedisIntervals(
     ttl=1.2, look=0.05, renew=0.1, sync=0.2, snapshot=0.05, give_up=0.5, retry=0.02, longest_retry=0.1, answer=0.5,
     silence=1.0,
 )  # fmt: skip

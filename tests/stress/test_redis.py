@@ -22,8 +22,8 @@ from replicad.config.settings import Address, ServerSettings
 from replicad.postgres.bridge import Database
 from replicad.redis import following
 from replicad.redis.address import parse_redis
+from replicad.redis.intervals import RedisIntervals
 from replicad.redis.link import open_redis
-from replicad.redis.pace import Pace
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces, open_daemon
@@ -31,7 +31,7 @@ from tests.redis_servers import PROGRAM, WHY_NOT, RealRedis, real_redis
 
 SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "2"))
 SERVER = "example.org"
-QUICK = Pace(
+QUICK = RedisIntervals(
     ttl=0.6, look=0.05, renew=0.1, sync=0.1, snapshot=0.05, give_up=0.4, retry=0.02, longest_retry=0.1, answer=0.3,
     silence=0.5, waiting_bytes=20_000,
 )  # fmt: skip

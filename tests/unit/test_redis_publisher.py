@@ -12,9 +12,9 @@ from replicad.daemon.inside import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import RedisUnavailable
 from replicad.redis.intake import Intake
+from replicad.redis.intervals import RedisIntervals
 from replicad.redis.messages import COMMON, Step
 from replicad.redis.outlet import RedisOutlet
-from replicad.redis.pace import Pace
 from replicad.redis.publisher import MOST_SAID, RedisPublisher
 
 
@@ -54,7 +54,9 @@ async def published(lines: list[bytes], *, breaks: int) -> tuple[list[bytes], Re
     async def connect() -> RedisOutlet:
         return cast("RedisOutlet", outlet)
 
-    publisher = RedisPublisher(Waiting(Inside(), {}, troubles, Pace()), connect, {}, troubles, Pace())
+    publisher = RedisPublisher(
+        Waiting(Inside(), {}, troubles, RedisIntervals()), connect, {}, troubles, RedisIntervals()
+    )
     for line in lines:
         publisher.say(line)
     with trio.move_on_after(60):

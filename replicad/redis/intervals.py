@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RedisIntervals:
     """Seconds, where nothing else is said."""
 
     ttl: float = 10.0  # the role of the publisher passes on when its beat has not changed for so long

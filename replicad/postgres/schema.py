@@ -3,12 +3,12 @@
 Each feature's folder has its part in `sql/`. This file finds out which version is installed, and decides what to do;
 `schema_text` builds the SQL. The files of a part:
 
-    sql/part.toml       name, where the part is at home, its `version`, and `serves`: the oldest version of programs
-                        that can use this one; tests run such a program against it
-    sql/NNN_name.sql    run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing but
-                        plain SQL, names without a schema (the script sets search_path)
-    sql/public/NNN_name.sql  the same, in the same order, for the functions that users may call: docs/sql.md lists them;
-                        all other functions, and all tables, are for replicad's own programs
+    sql/part.toml       name, where the part is at home, its `version`, `serves`: the oldest version of programs that
+                        can use this one (tests run such a program against it), and `files`: the names of the next files
+    sql/TOPIC.sql       run in the order of `files` at every installation: idempotent (IF NOT EXISTS, OR REPLACE),
+                        nothing but plain SQL, names without a schema (the script sets search_path). A function with a
+                        COMMENT ON is public: users may call it, and docs/sql.md lists it. All other functions, and all
+                        tables, are for replicad's own programs
     sql/upgrade/N.sql   run before them over an installation older than version N: changes tables, drops functions that
                         are gone, or whose result or names of arguments changed; N is then the version in part.toml
     sql/down.sql        one statement, run first when the part is removed: undoes what is outside of the schema

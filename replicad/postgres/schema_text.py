@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from replicad.postgres.literals import quote_ident, quote_literal
 
@@ -24,6 +24,7 @@ Direction = Literal["up", "down"]
 PACKAGE = Path(__file__).parents[1]
 """Every folder of the package may have a part in `sql/`: see `Declaration`."""
 
+_DOWN = "down.sql"  # the file of a part that is not installed: it is run before the part is removed
 _SHARED = ("reader_body",)  # texts that several parts have in common, each under a name of its own
 _KINDS = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types", "INDEX": "indexes"}
 _CREATED = re.compile(
@@ -55,8 +56,8 @@ class Declaration:
     `version` and `serves`: see `schema`. `schema` is where the part is at home, `schema_option` the option of the
     command line that names another place. `needs` are parts that have to be installed first, `installer` is the command
     that installs this one. `install` says when a daemon does: "always", and it cannot start without the part;
-    "offered", where its role may; "enabled", never, it only upgrades what the command has installed. `folder` is where
-    the part's files are.
+    "offered", where its role may; "enabled", never, it only upgrades what the command has installed. `files` are the
+    names of the files that are run at an installation, in this order. `folder` is where they are.
     """
 
     name: Part
@@ -67,6 +68,7 @@ class Declaration:
     needs: tuple[Part, ...]
     installer: str
     install: str
+    files: tuple[str, ...]
     folder: Path
 
 
@@ -74,22 +76,33 @@ class Declaration:
 def declarations(root: Path = PACKAGE) -> Mapping[Part, Declaration]:
     """Every part of the package by name. A part comes after the parts that it needs."""
     found = [(path.parent, tomllib.loads(path.read_text(encoding="utf-8"))) for path in root.glob("*/sql/part.toml")]
-    made = [Declaration(**{**entry, "needs": tuple(entry["needs"]), "folder": folder}) for folder, entry in found]
+    made = [
+        Declaration(**{**entry, "needs": tuple(entry["needs"]), "files": _listed(folder, entry), "folder": folder})
+        for folder, entry in found
+    ]
     return {part.name: part for part in sorted(made, key=lambda part: (len(part.needs), part.folder))}
+
+
+def _listed(folder: Path, entry: Mapping[str, Any]) -> tuple[str, ...]:
+    if "files" in entry:
+        return tuple(entry["files"])
+    return tuple(sorted(path.name for path in [*folder.glob("[0-9]*.sql"), *folder.glob("public/*.sql")]))
 
 
 @cache
 def load(root: Path) -> Mapping[str, str]:
-    """The texts of all parts, by part and file: `tube/010_tube_registry.sql`, `tube/released.json`; and the templates
-    of the scripts, as `schema/up.sql`. What a part installs is in the order of the files' names, whatever their folder.
+    """The texts of all parts, by part and file: `tube/tables.sql`, `tube/released.json`; and the templates of the
+    scripts, as `schema/up.sql`. The files that a part installs are in their order.
     A name in `_SHARED` stands in braces for the text of that file of `postgres/sql`.
     """
-    folders = {part.name: part.folder for part in declarations(root).values()} | {"schema": root / "postgres/sql"}
-    found: dict[str, Path] = {}
-    for name, folder in folders.items():
-        own = [*folder.glob("*.sql"), *folder.glob("public/*.sql"), *folder.glob("released.json")]
-        found |= {f"{name}/{path.name}": path for path in sorted(own, key=lambda path: path.name)}
-        found |= {f"{name}/upgrade/{path.name}": path for path in folder.glob("upgrade/*.sql")}
+    found = {f"schema/{path.name}": path for path in sorted((root / "postgres/sql").glob("*.sql"))}
+    for part in declarations(root).values():
+        for name in part.files:
+            path = part.folder / name
+            found[f"{part.name}/{name}"] = path if path.exists() else part.folder / "public" / name
+        others = [part.folder / name for name in (_DOWN, "released.json")]
+        found |= {f"{part.name}/{path.name}": path for path in others if path.exists()}
+        found |= {f"{part.name}/upgrade/{path.name}": path for path in part.folder.glob("upgrade/*.sql")}
     texts = {name: path.read_text(encoding="utf-8") for name, path in found.items()}
     for name in _SHARED:
         shared = texts.pop(f"schema/{name}.sql")
@@ -97,9 +110,16 @@ def load(root: Path) -> Mapping[str, str]:
     return texts
 
 
+def files(part: Part) -> list[tuple[str, str]]:
+    """The names and texts of the files that are run at an installation, in their order."""
+    pattern = re.compile(rf"{part}/([^/]+\.sql)")
+    found = [(named[1], text) for path, text in load(PACKAGE).items() if (named := pattern.fullmatch(path))]
+    return [(name, text) for name, text in found if name != _DOWN]
+
+
 def digest(part: Part) -> str:
     """The digest of the texts that are run at every installation. It distinguishes builds of one version."""
-    return _hash([*(text for _, text in _files(part)), load(PACKAGE)["schema/up_end.sql"]])
+    return _hash([*(text for _, text in files(part)), load(PACKAGE)["schema/up_end.sql"]])
 
 
 def upgrade_digests(part: Part) -> dict[int, str]:
@@ -112,7 +132,7 @@ def created(part: Part) -> Names:
     names: dict[str, set[str]] = {kind: set() for kind in ("routines", "relations", "types", "indexes")}
     names["routines"].add(f"{part}_on_disk")  # this and the table: from the script's own text
     names["relations"].add(f"{part}_version")
-    for _, text in _files(part):
+    for _, text in files(part):
         for kind, name in _CREATED.findall(text):
             names[_KINDS.get(kind, "relations")].add(name)
     return Names(**{kind: tuple(sorted(found)) for kind, found in names.items()})
@@ -138,13 +158,13 @@ def up(declared: Declaration, schema: str | None) -> str:
         "option": declared.schema_option,
         "serves": str(declared.serves),
     }
-    texts = [f"-- {name}\n{text.strip()}\n" for name, text in _files(part)]
+    texts = [f"-- {name}\n{text.strip()}\n" for name, text in files(part)]
     return "\n".join([_fill("up", values), *texts, _fill("up_end", values)])
 
 
 def down(part: Part, schema: str | None) -> str:
     """The statements that remove the part, to be run in one transaction."""
-    prelude = load(PACKAGE).get(f"{part}/down.sql")
+    prelude = load(PACKAGE).get(f"{part}/{_DOWN}")
     return _fill("down", _values(part, schema) | {"prelude": "" if prelude is None else _execute(prelude)})
 
 
@@ -165,11 +185,6 @@ def _fresh(part: Part) -> dict[str, dict[str, tuple[str, ...]]]:
     names = created(part)
     older = {str(version): asdict(names.without(those)) for version, those in released(part).items()}
     return {"0": asdict(names)} | older
-
-
-def _files(part: Part) -> list[tuple[str, str]]:
-    pattern = re.compile(rf"{part}/([0-9][^/]*\.sql)")
-    return [(found[1], text) for path, text in load(PACKAGE).items() if (found := pattern.fullmatch(path))]
 
 
 def _steps(part: Part) -> list[tuple[int, str]]:

@@ -13,6 +13,7 @@ from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema, schema_text
 from replicad.postgres.bridge import Database
 from replicad.postgres.schema import Outcome, script
+from tests.schema import page
 
 pytestmark = pytest.mark.bare_database
 
@@ -116,18 +117,20 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
     (part / "upgrade").mkdir(parents=True)
     (tmp_path / "postgres").mkdir()
     (tmp_path / "postgres/sql").symlink_to(schema_text.PACKAGE / "postgres/sql")
-    (part / "part.toml").symlink_to(schema_text.PACKAGE / "tubes/sql/part.toml")
+    declared = (schema_text.PACKAGE / "tubes/sql/part.toml").read_text(encoding="utf-8")
+    declared, _, _ = declared.partition("files = ")
+    (part / "part.toml").write_text(f'{declared}files = ["thing.sql"]\n', encoding="utf-8")
     monkeypatch.setattr(schema_text, "PACKAGE", tmp_path)
     monkeypatch.setattr(schema_text, "load", schema_text.load.__wrapped__)
     monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], version=1))
-    (part / "010_thing.sql").write_text(
+    (part / "thing.sql").write_text(
         "CREATE TABLE IF NOT EXISTS thing (old integer);\n"
         "CREATE FUNCTION f(x integer) RETURNS integer LANGUAGE sql AS 'SELECT 1';"
     )
     await schema.install(database, "tube", "one")
     await database.execute("INSERT INTO one.thing VALUES (7)")
 
-    (part / "010_thing.sql").write_text(
+    (part / "thing.sql").write_text(
         "CREATE TABLE IF NOT EXISTS thing (value text);\n"
         "CREATE OR REPLACE FUNCTION f(y integer) RETURNS integer LANGUAGE sql AS 'SELECT 2';"
     )
@@ -179,11 +182,16 @@ async def test_a_schema_of_the_users_own_stays_when_the_part_goes(database: Data
     assert await database.fetch_value("SELECT count(*) FROM mine.t") == 0
 
 
-async def test_every_function_is_described_and_pins_its_search_path(db: Database) -> None:
+async def test_every_public_function_is_described_and_every_function_pins_its_search_path(db: Database) -> None:
+    described = await db.fetch(
+        "SELECT p.proname::text AS name FROM pg_proc p WHERE p.pronamespace = 'tube'::regnamespace "
+        "AND obj_description(p.oid, 'pg_proc') IS NOT NULL"
+    )
+    assert sorted(row["name"] for row in described) == sorted(page.public("tube"))
     bare = await db.fetch(
-        "SELECT p.oid::regprocedure AS name FROM pg_proc p WHERE p.pronamespace = 'tube'::regnamespace AND ("
-        "obj_description(p.oid, 'pg_proc') IS NULL OR NOT coalesce(array_to_string(p.proconfig, '"
-        " '), '') ~ 'search_path') AND p.proname <> 'tube_on_disk'"  # which names everything in full
+        "SELECT p.oid::regprocedure AS name FROM pg_proc p WHERE p.pronamespace = 'tube'::regnamespace "
+        "AND NOT coalesce(array_to_string(p.proconfig, ' '), '') ~ 'search_path' "
+        "AND p.proname <> 'tube_on_disk'"  # which names everything in full
     )
     assert bare == []
     assert (

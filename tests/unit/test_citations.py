@@ -35,7 +35,7 @@ ROOTS = (PACKAGE, ROOT / "tests", ROOT)  # of the files in it
 FILE = re.compile(r"[\w./*<>-]+\.(?:py|sql|js|lua|json|toml|md)")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 FORM = re.compile(r"<|NNN_|^sql/upgrade/N\.sql$")  # forms of names
-KEYS = {"schema/up.sql", "tube/010_tube_registry.sql"}  # of the texts of SQL parts (schema_text.load): no paths
+KEYS = {"schema/up.sql", "tube/tables.sql"}  # of the texts of SQL parts (schema_text.load): no paths
 
 
 def of_python(module: Module) -> Iterator[str]:

@@ -29,10 +29,13 @@ def test_every_public_function_is_on_the_page_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("part", schema.PARTS)
-def test_a_public_file_creates_functions_and_nothing_else(part: str) -> None:
-    for file in (schema.PARTS[part].folder / "public").glob("*.sql"):
-        created = re.findall(r"^CREATE (.*?)\w+\(", file.read_text(encoding="utf-8"), re.MULTILINE)
-        assert set(created) == {"OR REPLACE FUNCTION "}, file.name
+def test_a_public_function_is_described_in_the_file_that_creates_it(part: str) -> None:
+    for name, text in schema_text.files(part):
+        created = re.findall(r"^CREATE OR REPLACE FUNCTION (\w+)\(", text, re.MULTILINE)
+        described = [function for function, _ in page.COMMENT.findall(text)]
+        assert len(described) == text.count("\nCOMMENT ON FUNCTION"), name
+        assert len(set(described)) == len(described), name
+        assert set(described) <= set(created), name
 
 
 def test_pages_for_users_name_no_internal_function() -> None:
@@ -45,10 +48,9 @@ def test_pages_for_users_name_no_internal_function() -> None:
     assert found == set(), "make the function public, or leave it out"
 
 
-def test_files_of_both_folders_are_installed_in_the_order_of_their_numbers() -> None:
+def test_every_file_of_a_part_is_listed_and_installed_in_the_order_of_the_list() -> None:
     for part, declared in schema.PARTS.items():
-        files = [*declared.folder.glob("[0-9]*.sql"), *declared.folder.glob("public/*.sql")]
-        names = sorted(file.name for file in files)
-        assert len(set(names)) == len(names), "two files of one name"
+        there = {file.name for file in declared.folder.rglob("*.sql") if file.parent.name not in ("query", "upgrade")}
+        assert sorted(declared.files) == sorted(there - {"down.sql"}), "`files` in part.toml lists each file once"
         script = schema.script(part, "here", "up")
-        assert re.findall(r"^-- ([0-9]\w+\.sql)$", script, re.MULTILINE) == names
+        assert re.findall(r"^-- (\w+\.sql)$", script, re.MULTILINE) == list(declared.files)

@@ -12,4 +12,3 @@ BEGIN ATOMIC
     ORDER BY s.number
     LIMIT 1;
 END;
-COMMENT ON FUNCTION cache_instance(text) IS 'The writer as which a session invalidates; NULL: nobody is told';

@@ -19,4 +19,3 @@ BEGIN
     RETURN writer;
 END
 $$;
-COMMENT ON FUNCTION cache_writer(text) IS 'The writer as which this session invalidates the cache';

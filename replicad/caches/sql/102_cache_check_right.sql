@@ -9,4 +9,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION cache_check_right() IS 'Raises 42501 unless the role may invalidate caches';

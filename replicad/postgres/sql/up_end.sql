@@ -13,7 +13,6 @@ BEGIN
     RETURN NULL;
 END
 $on_disk$;
-COMMENT ON FUNCTION {part}_on_disk() IS 'Makes this transaction wait at its commit until it is on disk';
 DO $on_disk$
 DECLARE
     one regclass;

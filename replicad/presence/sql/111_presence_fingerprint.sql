@@ -6,4 +6,3 @@ LANGUAGE sql VOLATILE AS $$
         (SELECT coalesce(max(u.told), 0) FROM presence_user u) > (SELECT coalesce(max(p.id), 0) FROM presence_stream p))
     FROM stream s WHERE s.name = 'presence'
 $$;
-COMMENT ON FUNCTION presence_fingerprint() IS 'Changes when the stream presence may have lost what it told';

@@ -9,4 +9,3 @@ LANGUAGE sql VOLATILE AS $$
     FROM presence_setting s
     WHERE EXISTS (SELECT FROM stream x WHERE x.name = 'presence' AND x.relation = 'presence_stream'::regclass)
 $$;
-COMMENT ON FUNCTION presence_look() IS 'The settings of presence while it is enabled';

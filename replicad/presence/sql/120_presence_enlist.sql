@@ -3,4 +3,3 @@ CREATE OR REPLACE FUNCTION presence_enlist(name text) RETURNS uuid
 LANGUAGE sql AS $$
     INSERT INTO presence_daemon (name) VALUES (presence_enlist.name) RETURNING id
 $$;
-COMMENT ON FUNCTION presence_enlist(text) IS 'A new id for a daemon that writes presence';

@@ -8,4 +8,3 @@ LANGUAGE sql AS $$
         AND d.beat BETWEEN presence_beat.beat AND presence_beat.beat + 1
     RETURNING d.beat
 $$;
-COMMENT ON FUNCTION presence_beat(uuid, bigint) IS 'A sign of life of a daemon';

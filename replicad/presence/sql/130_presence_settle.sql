@@ -27,4 +27,3 @@ BEGIN
     FROM gone g WHERE g.told IS NOT NULL ORDER BY g.user_id;
 END
 $$;
-COMMENT ON FUNCTION presence_settle(text[]) IS 'Tells of users whose state has changed';

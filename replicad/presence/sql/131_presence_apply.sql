@@ -21,4 +21,3 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION presence_apply(uuid, text[], boolean[], bigint[]) IS 'What a daemon sees of its users';

@@ -23,4 +23,3 @@ BEGIN
     RETURN cardinality(users);
 END
 $$;
-COMMENT ON FUNCTION presence_bury(uuid, bigint, integer) IS 'Clears the users of a daemon that is dead';

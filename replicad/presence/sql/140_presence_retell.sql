@@ -24,4 +24,3 @@ BEGIN
     RETURN page[cardinality(page)];
 END
 $$;
-COMMENT ON FUNCTION presence_retell(text, integer) IS 'Tells anew of users who are online and whose rows are gone';

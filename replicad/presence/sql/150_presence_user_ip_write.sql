@@ -13,5 +13,3 @@ LANGUAGE sql AS $$
         stored_at = excluded.stored_at
     WHERE held.last_seen <= excluded.last_seen
 $$;
-COMMENT ON FUNCTION presence_user_ip_write(bytea[], text[], text[], text[], text[], bytea[], bigint[])
-    IS 'Keeps from where users were seen';

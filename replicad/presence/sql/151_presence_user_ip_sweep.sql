@@ -11,4 +11,3 @@ LANGUAGE sql AS $$
     )
     SELECT count(*) FROM gone
 $$;
-COMMENT ON FUNCTION presence_user_ip_sweep(integer) IS 'Removes old addresses of users';

@@ -10,4 +10,3 @@ LANGUAGE sql AS $$
     WHERE p.holder IS NULL OR p.beat = redis_claim.seen
     RETURNING p.term, p.tokens
 $$;
-COMMENT ON FUNCTION redis_claim(text, text, bigint) IS 'The role of who publishes to Redis, for a daemon';

@@ -10,4 +10,3 @@ LANGUAGE sql AS $$
     )
     SELECT EXISTS (SELECT FROM renewed)
 $$;
-COMMENT ON FUNCTION redis_renew(text, bigint, jsonb) IS 'A sign of life of who publishes to Redis';

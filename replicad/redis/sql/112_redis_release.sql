@@ -6,4 +6,3 @@ LANGUAGE sql AS $$
     SET holder = NULL, beat = nextval('redis_beat_seq'), tokens = redis_release.tokens, renewed_at = clock_timestamp()
     WHERE p.server = redis_release.server AND p.term = redis_release.term
 $$;
-COMMENT ON FUNCTION redis_release(text, bigint, jsonb) IS 'Gives the role of who publishes to Redis back';

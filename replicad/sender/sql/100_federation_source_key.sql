@@ -5,7 +5,6 @@ LANGUAGE sql STABLE AS $$
     SELECT hashtext('federation_sender'::regclass::oid::text || ' '
         || source || ', ' || sender)  -- no name has a comma in it
 $$;
-COMMENT ON FUNCTION federation_source_key(text, text) IS 'Advisory lock key of a running sender';
 -- federation_source_running(source): the senders of a source that are running, and how they share the destinations.
 CREATE OR REPLACE FUNCTION federation_source_running(source text) RETURNS TABLE (name text, senders text[])
 LANGUAGE sql STABLE AS $$
@@ -17,4 +16,3 @@ LANGUAGE sql STABLE AS $$
         AND l.objid::bigint = (federation_source_key(s.source, s.name)::bigint & 4294967295)
     WHERE s.source = federation_source_running.source
 $$;
-COMMENT ON FUNCTION federation_source_running(text) IS 'The senders of a source that are running';

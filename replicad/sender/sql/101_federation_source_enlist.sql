@@ -49,5 +49,3 @@ BEGIN
     ON CONFLICT (source, name, stream) DO NOTHING;
 END
 $$;
-COMMENT ON FUNCTION federation_source_enlist(text, text, text[], text[])
-    IS 'Makes this session the one that runs as a sender';

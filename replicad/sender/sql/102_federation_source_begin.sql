@@ -6,4 +6,3 @@ LANGUAGE sql AS $$
     WHERE s.source = federation_source_begin.source AND s.stream = federation_source_begin.stream
         AND s.token IS NULL
 $$;
-COMMENT ON FUNCTION federation_source_begin(text, text, bigint) IS 'Where all senders begin with a stream';

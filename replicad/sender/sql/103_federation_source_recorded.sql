@@ -5,4 +5,3 @@ LANGUAGE sql STABLE AS $$
     SELECT min(s.token) FROM federation_sender s
     WHERE s.name = federation_source_recorded.sender AND s.stream = federation_source_recorded.stream
 $$;
-COMMENT ON FUNCTION federation_source_recorded(text, text) IS 'Up to where senders of a name have recorded a stream';

@@ -42,6 +42,3 @@ BEGIN
     RETURN federation_source_recorded(sender, stream);
 END
 $$;
-COMMENT ON FUNCTION
-    federation_source_record(text, text, text, bigint, bigint[], integer[], text[], text[], integer[], text[], text[])
-    IS 'Records facts and the destinations that are to take them';

@@ -26,5 +26,3 @@ BEGIN
     RETURN federation_source_recorded(sender, stream);
 END
 $$;
-COMMENT ON FUNCTION federation_source_record_edus(text, text, text, bigint, text[], text[], text[])
-    IS 'Records updates that may not be dropped';

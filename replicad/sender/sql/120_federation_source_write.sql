@@ -76,4 +76,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION federation_source_write(text, json) IS 'Writes down how destinations stand';

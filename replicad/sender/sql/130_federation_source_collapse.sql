@@ -21,4 +21,3 @@ LANGUAGE sql AS $$
     )
     SELECT count(*) FROM gone
 $$;
-COMMENT ON FUNCTION federation_source_collapse(text, text[]) IS 'Leaves only the latest fact of each room to destinations';

@@ -19,4 +19,3 @@ LANGUAGE sql STABLE AS $$
     WHERE d.source = federation_source_transaction.source AND d.name = federation_source_transaction.destination
         AND d.txn_id IS NOT NULL
 $$;
-COMMENT ON FUNCTION federation_source_transaction(text, text) IS 'The transaction of a destination that is under way';

@@ -28,5 +28,3 @@ LANGUAGE sql STABLE AS $$
     WHERE coalesce(w.before, 0) < federation_source_facts.most_bytes
     ORDER BY w.stream_ordering, w.part
 $$;
-COMMENT ON FUNCTION federation_source_facts(text, text, integer, bigint, bigint, integer)
-    IS 'The oldest facts that a destination has yet to take';

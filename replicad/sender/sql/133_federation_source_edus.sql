@@ -9,4 +9,3 @@ LANGUAGE sql STABLE AS $$
     ORDER BY u.id
     LIMIT federation_source_edus.most + 1
 $$;
-COMMENT ON FUNCTION federation_source_edus(text, text, integer) IS 'The oldest updates that a destination has yet to take';

@@ -14,4 +14,3 @@ LANGUAGE sql STABLE AS $$
     ORDER BY d.name
     LIMIT federation_source_standing.most
 $$;
-COMMENT ON FUNCTION federation_source_standing(text, text, integer) IS 'How destinations stand, page by page';

@@ -15,4 +15,3 @@ LANGUAGE sql STABLE AS $$
                     AND (r.stream_ordering, r.part) <= (d.txn_stream_ordering, d.txn_part)))
     )
 $$;
-COMMENT ON FUNCTION federation_source_kept(text, text, bigint) IS 'Whether a transaction under way outlives a fork';

@@ -31,5 +31,3 @@ LANGUAGE sql AS $$
     LEFT JOIN LATERAL (SELECT n.stream_ordering, n.part FROM next n ORDER BY n.stream_ordering DESC, n.part DESC LIMIT 1)
         last ON seen.number = federation_source_sweep.most
 $$;
-COMMENT ON FUNCTION federation_source_sweep(text, text, bigint, integer, integer)
-    IS 'Removes facts that every destination has taken';

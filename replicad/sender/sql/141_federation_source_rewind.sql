@@ -45,5 +45,3 @@ BEGIN
     RETURN dropped;
 END
 $$;
-COMMENT ON FUNCTION federation_source_rewind(text, text, text, bigint, text[])
-    IS 'Begins a stream again behind a token';

@@ -24,7 +24,6 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION federation_source_end_others(text, text) IS 'Ends the sessions of the other senders of a source';
 -- federation_source_fork(source, sender, token): the history of the stream of facts `source` above `token` is void. It is
 -- so for all senders of the source, whether they run or not: ids are given out again, and what is recorded under them for
 -- the destinations of one would get the facts of another. The sender whose session this is has noticed first. Facts that
@@ -56,7 +55,6 @@ BEGIN
     RETURN dropped;
 END
 $$;
-COMMENT ON FUNCTION federation_source_fork(text, text, bigint) IS 'Forgets what a source has recorded of void facts';
 -- federation_source_known(stream, epoch): raises 55000 unless `epoch` is a generation of the stream here. A daemon that has not
 -- noticed yet that the database was restored to an earlier time speaks of generations that are not in it.
 CREATE OR REPLACE FUNCTION federation_source_known(stream text, epoch text) RETURNS void
@@ -71,7 +69,6 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION federation_source_known(text, text) IS 'Whether a generation of a stream is in this database';
 -- federation_source_follow(source, sender, stream, epoch): what this sender has recorded of a stream is, all of it, of the
 -- generation `epoch` too. So it is for senders of which no generation is known. Raises 55000 where the database does not know
 -- the generation. Writes federation_sender.
@@ -82,7 +79,6 @@ LANGUAGE sql AS $$
     WHERE s.source = federation_source_follow.source AND s.stream = federation_source_follow.stream
         AND (s.name = federation_source_follow.sender OR s.epoch IS NULL)
 $$;
-COMMENT ON FUNCTION federation_source_follow(text, text, text, text) IS 'Of which generation a recorded token is';
 -- federation_source_enter(source, sender, epoch): this sender reads the first facts of the generation `epoch`. What the
 -- source has recorded is of that generation too, for all its senders at once: what lies above the fork is void and is
 -- forgotten, and the other senders' sessions end, since they may be about to record more of it. Not the tokens alone say
@@ -121,4 +117,3 @@ BEGIN
     RETURN void;
 END
 $$;
-COMMENT ON FUNCTION federation_source_enter(text, text, text) IS 'Begins a generation of the facts of a source';

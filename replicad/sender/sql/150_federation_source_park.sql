@@ -11,5 +11,3 @@ LANGUAGE sql AS $$
     ORDER BY p.number
     ON CONFLICT DO NOTHING
 $$;
-COMMENT ON FUNCTION federation_source_park(text, text[], bigint[], integer[], text[], text[], text[])
-    IS 'Parks what is for destinations that cannot be one';

@@ -44,4 +44,3 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION federation_source_replay(text, text[]) IS 'Makes what is parked outstanding again';

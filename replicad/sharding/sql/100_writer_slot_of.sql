@@ -4,4 +4,3 @@ CREATE OR REPLACE FUNCTION writer_slot_of(key text, slots integer) RETURNS integ
 LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
     SELECT (('x' || encode(substr(sha256(convert_to(key, 'UTF8')), 1, 4), 'hex'))::bit(32)::bigint % slots)::integer
 $$;
-COMMENT ON FUNCTION writer_slot_of(text, integer) IS 'The slot of a key; the same in every version and in Python';

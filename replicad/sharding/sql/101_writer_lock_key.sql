@@ -4,4 +4,3 @@ CREATE OR REPLACE FUNCTION writer_lock_key(stream integer, slot integer) RETURNS
 LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
     SELECT stream * 65536 + slot
 $$;
-COMMENT ON FUNCTION writer_lock_key(integer, integer) IS 'Advisory lock key of a slot';

@@ -5,4 +5,3 @@ BEGIN
     RAISE EXCEPTION USING ERRCODE = code, MESSAGE = message, HINT = hint;
 END
 $$;
-COMMENT ON FUNCTION writer_refuse(text, text, text) IS 'Raises an error of ours with its remedy';

@@ -14,7 +14,6 @@ BEGIN
     RETURN found_sharding;
 END
 $$;
-COMMENT ON FUNCTION writer_find(text) IS 'How the keys of a stream are shared; RS002 where they are not';
 
 -- writer_find_own(stream): as writer_find, for a caller who may be one of the stream's writers. Raises 42501 unless this
 -- session's role may write the stream: INSERT, UPDATE or DELETE on its table (one column is enough), or USAGE or UPDATE on
@@ -40,7 +39,6 @@ BEGIN
     RETURN w;
 END
 $$;
-COMMENT ON FUNCTION writer_find_own(text) IS 'As writer_find; 42501 unless the session may write the stream';
 
 -- writer_lock(stream): the same, with the row locked: one change after the other, so that terms are committed in the
 -- order of their numbers. Whoever needs locks of slots takes them before. Locks writer_sharding.
@@ -56,7 +54,6 @@ BEGIN
     RETURN w;
 END
 $$;
-COMMENT ON FUNCTION writer_lock(text) IS 'Locks what says how the keys of a stream are shared';
 
 -- writer_changed(number): the next look shows a change; those who LISTEN to replicad_writers need not wait for it.
 -- Writes writer_sharding, whose row the caller has locked.
@@ -65,4 +62,3 @@ LANGUAGE sql AS $$
     UPDATE writer_sharding SET version = nextval('writer_term_seq') WHERE stream = number;
     SELECT pg_notify('replicad_writers', s.name) FROM stream s WHERE s.number = writer_changed.number
 $$;
-COMMENT ON FUNCTION writer_changed(smallint) IS 'Gives the sharing of a stream a new version';

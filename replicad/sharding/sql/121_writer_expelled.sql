@@ -5,4 +5,3 @@ LANGUAGE sql AS $$
     SELECT writer_refuse('RS011', format('writer %s does not share stream %L under term %s', instance, stream, term),
         'join anew; what it had may be others'' by now')
 $$;
-COMMENT ON FUNCTION writer_expelled(text, text, bigint) IS 'Raises the error of an ended membership';

@@ -29,4 +29,3 @@ BEGIN
     RETURN got;
 END
 $$;
-COMMENT ON FUNCTION writer_lock_slots(smallint, integer[], interval) IS 'Keeps all writes out of slots, where it can';

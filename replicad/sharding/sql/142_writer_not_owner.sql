@@ -15,4 +15,3 @@ BEGIN
         'nothing was written; send it to its owner, or wait until it has one');
 END
 $$;
-COMMENT ON FUNCTION writer_not_owner(text, text, text, bigint) IS 'Raises the error of a key that is another''s';

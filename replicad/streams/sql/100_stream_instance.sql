@@ -7,4 +7,3 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
         '\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f\x20\x7f',
         '_________________________________'), 200), ''), 'master')
 $$;
-COMMENT ON FUNCTION stream_instance(text) IS 'A writer''s name as one word: NULL is master, blanks become _';

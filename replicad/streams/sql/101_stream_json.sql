@@ -8,4 +8,3 @@ EXCEPTION WHEN data_exception OR statement_too_complex THEN
     RETURN to_json(value)::text;
 END
 $$;
-COMMENT ON FUNCTION stream_json(text) IS 'Text that is JSON as it is, other text as a JSON string';

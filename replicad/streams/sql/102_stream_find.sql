@@ -14,4 +14,3 @@ BEGIN
     RETURN found_stream;
 END
 $$;
-COMMENT ON FUNCTION stream_find(text) IS 'The registered stream of that name; RS001 where there is none';

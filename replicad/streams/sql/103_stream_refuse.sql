@@ -7,7 +7,6 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_refuse(text, text) IS 'Raises RS002 with a reason and a remedy';
 
 -- stream_refuse_argument(problem, remedy): raises RS007: no database would take this value.
 CREATE OR REPLACE FUNCTION stream_refuse_argument(problem text, remedy text) RETURNS void
@@ -16,4 +15,3 @@ BEGIN
     RAISE EXCEPTION USING ERRCODE = 'RS007', MESSAGE = problem, HINT = remedy;
 END
 $$;
-COMMENT ON FUNCTION stream_refuse_argument(text, text) IS 'Raises RS007 for a value that is never right';

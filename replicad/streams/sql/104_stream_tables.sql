@@ -8,4 +8,3 @@ LANGUAGE sql STABLE AS $$
     )
     SELECT member::regclass FROM tree GROUP BY member ORDER BY min(depth), member
 $$;
-COMMENT ON FUNCTION stream_tables(regclass) IS 'A table with all its partitions and heirs';

@@ -14,4 +14,3 @@ BEGIN
     RETURN kind;
 END
 $$;
-COMMENT ON FUNCTION stream_column_type(regclass, name) IS 'The type of a column; RS002 where there is no such column';

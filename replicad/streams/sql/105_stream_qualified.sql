@@ -4,4 +4,3 @@ LANGUAGE sql STABLE AS $$
     SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
     WHERE c.oid = tbl
 $$;
-COMMENT ON FUNCTION stream_qualified(regclass) IS 'The name of a table with its schema';

@@ -5,4 +5,3 @@ CREATE OR REPLACE FUNCTION stream_lock_key(number integer, bound bigint, certifi
 LANGUAGE sql IMMUTABLE AS $$
     SELECT ((CASE WHEN certified THEN 12800 ELSE 20992 END + number)::bigint << 48) | bound
 $$;
-COMMENT ON FUNCTION stream_lock_key(integer, bigint, boolean) IS 'The advisory lock that carries a stream and a bound';

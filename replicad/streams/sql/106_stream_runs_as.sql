@@ -6,4 +6,3 @@ LANGUAGE sql STABLE AS $$
     SELECT c.relowner FROM pg_class c JOIN pg_roles r ON r.oid = c.relowner
     WHERE c.oid = tbl AND r.rolname <> current_user AND NOT r.rolsuper
 $$;
-COMMENT ON FUNCTION stream_runs_as(regclass) IS 'The owner as whom a table is read; NULL where the asking role may';

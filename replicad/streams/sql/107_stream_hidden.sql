@@ -14,4 +14,3 @@ LANGUAGE sql STABLE AS $$
     WHERE c.oid = tbl AND c.relrowsecurity AND NOT (r.rolsuper OR r.rolbypassrls)
         AND (c.relforcerowsecurity OR NOT pg_has_role(r.oid, c.relowner, 'USAGE'))
 $$;
-COMMENT ON FUNCTION stream_hidden(regclass) IS 'Whether row security can hide rows from the role that reads a table';

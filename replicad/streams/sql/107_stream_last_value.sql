@@ -17,4 +17,3 @@ BEGIN
     RETURN last;
 END
 $$;
-COMMENT ON FUNCTION stream_last_value(regclass) IS 'The last id that a sequence issued, as reservations need it';

@@ -6,4 +6,3 @@ BEGIN
         'the sequence of a stream has CACHE 1, and is never set back while writers are at work');
 END
 $$;
-COMMENT ON FUNCTION stream_refuse_step(regclass, bigint, bigint) IS 'Refuses an id that went backwards';

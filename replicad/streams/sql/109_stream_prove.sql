@@ -15,7 +15,6 @@ BEGIN
         substr(sha256(secret || convert_to(number || ' ' || holder, 'UTF8')), 1, 6), 'hex'))::bit(48)::bigint;
 END
 $$;
-COMMENT ON FUNCTION stream_proof_key(integer, text) IS 'The advisory lock that proves a reservation';
 
 -- stream_prove(number, lasting): takes the proof for this transaction, or (lasting) for this session. Before the lock of the
 -- bound, so that whoever sees that one sees the proof too. False, with nothing taken, if nothing shows that this session may
@@ -67,7 +66,6 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION stream_prove(integer, boolean) IS 'Proves that a session may write a stream whose ids it reserves';
 
 -- stream_prove_or_refuse(s, lasting): the same. If nothing shows the right yet, takes an id, which is not used. Raises 42501.
 CREATE OR REPLACE FUNCTION stream_prove_or_refuse(s stream, lasting boolean = false) RETURNS void
@@ -87,7 +85,6 @@ BEGIN
             s.sequence, current_user);
 END
 $$;
-COMMENT ON FUNCTION stream_prove_or_refuse(stream, boolean) IS 'As stream_prove; 42501 without the right';
 
 -- stream_unprove(number): lets go of a proof of this session (stream_complete).
 CREATE OR REPLACE FUNCTION stream_unprove(number integer) RETURNS void
@@ -95,4 +92,3 @@ LANGUAGE sql VOLATILE SECURITY DEFINER AS $$
     SELECT pg_advisory_unlock_shared(stream_proof_key(number, (
         SELECT format('s%s %s', a.pid, a.usesysid) FROM pg_stat_get_activity(pg_backend_pid()) a)))
 $$;
-COMMENT ON FUNCTION stream_unprove(integer) IS 'Ends a proof of this session';

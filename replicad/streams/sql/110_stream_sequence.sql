@@ -18,4 +18,3 @@ LANGUAGE sql STABLE AS $$
     WHERE a.attrelid = tbl AND a.attname = column_name AND NOT a.attisdropped
     ORDER BY found.preference LIMIT 1
 $$;
-COMMENT ON FUNCTION stream_sequence(regclass, name) IS 'The sequence that feeds a column, by default or by ownership';

@@ -30,4 +30,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_sequence_fault(regclass, text) IS 'Why a sequence cannot feed a stream, and what mends it';

@@ -15,4 +15,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_check_name(text) IS 'Refuses a bad or taken name for a stream';

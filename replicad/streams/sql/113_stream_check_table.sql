@@ -28,4 +28,3 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION stream_check_table(regclass) IS 'Refuses what is no permanent, logged table of this server';

@@ -26,4 +26,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_check_id(regclass, name) IS 'Refuses an id of a wrong type or without an index';

@@ -9,4 +9,3 @@ BEGIN
     RETURN bytes;
 END
 $$;
-COMMENT ON FUNCTION stream_check_max_row(bigint) IS 'The bound on the length of a line, if it is possible';

@@ -34,4 +34,3 @@ BEGIN
     RETURN CASE WHEN kind IN ('json', 'jsonb') THEN kind ELSE 'text' END;
 END
 $$;
-COMMENT ON FUNCTION stream_check_row(regclass, name, text) IS 'Tries a row expression; RS002 where it fails';

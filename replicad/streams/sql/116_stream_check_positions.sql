@@ -13,4 +13,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_check_positions(regclass) IS 'Refuses a table that is not one of published positions';

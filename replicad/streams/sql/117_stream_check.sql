@@ -32,7 +32,6 @@ BEGIN
     RETURN stream_check_row(s.relation, s.id_column, s.row_sql);
 END
 $$;
-COMMENT ON FUNCTION stream_check_parts(stream) IS 'Refuses what cannot be a stream, apart from its name';
 -- stream_check(s): the same, and refuses a name that is taken or cannot be one.
 CREATE OR REPLACE FUNCTION stream_check(s stream) RETURNS text
 LANGUAGE plpgsql AS $$
@@ -41,4 +40,3 @@ BEGIN
     RETURN stream_check_parts(s);
 END
 $$;
-COMMENT ON FUNCTION stream_check(stream) IS 'Refuses what cannot be a stream; returns the type of its rows';

@@ -39,4 +39,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_feed_fault(stream) IS 'Whether another sequence feeds the id column now, and the remedy';

@@ -31,4 +31,3 @@ BEGIN
         '--id replicad_seq (docs/positions.md, "Ids that programs make")', s.relation, s.relation);
 END
 $$;
-COMMENT ON FUNCTION stream_ids_fault(stream) IS 'Why lock-watch cannot follow the ids of a stream, and the remedy';

@@ -28,4 +28,3 @@ BEGIN
     RETURN moved;
 END
 $$;
-COMMENT ON FUNCTION stream_moved(oid[], text[], text[], oid[], bigint[]) IS 'Whose name leads elsewhere, or feeds other columns';

@@ -4,14 +4,12 @@ LANGUAGE sql STABLE AS $$
     SELECT ARRAY[n.nspname::text, c.relname::text]
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = relation
 $$;
-COMMENT ON FUNCTION stream_named(regclass) IS 'The schema and the name of a relation';
 -- stream_bearer(named): the relation that has this schema and name now; NULL where there is none.
 CREATE OR REPLACE FUNCTION stream_bearer(named text[]) RETURNS regclass
 LANGUAGE sql STABLE AS $$
     SELECT c.oid::regclass
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = named[1] AND c.relname = named[2]
 $$;
-COMMENT ON FUNCTION stream_bearer(text[]) IS 'The relation that has this schema and name now';
 -- stream_fed_elsewhere(sequence, tbl): the tables, apart from tbl with its partitions and heirs, in which a column default
 -- draws from the sequence.
 CREATE OR REPLACE FUNCTION stream_fed_elsewhere(sequence regclass, tbl regclass) RETURNS SETOF regclass
@@ -21,13 +19,11 @@ LANGUAGE sql STABLE AS $$
     WHERE d.classid = 'pg_attrdef'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = sequence
         AND f.adrelid <> tbl AND f.adrelid NOT IN (SELECT t FROM stream_tables(tbl) t)
 $$;
-COMMENT ON FUNCTION stream_fed_elsewhere(regclass, regclass) IS 'The other tables that a sequence feeds by column defaults';
 -- stream_shell(word): the word as an argument of a command in a shell.
 CREATE OR REPLACE FUNCTION stream_shell(word text) RETURNS text
 LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN word ~ '^[A-Za-z0-9_./:@%+=-]+$' THEN word ELSE $q$'$q$ || replace(word, $q$'$q$, $q$'\''$q$) || $q$'$q$ END
 $$;
-COMMENT ON FUNCTION stream_shell(text) IS 'A word as an argument of a command in a shell';
 -- stream_name_fault(s): rows that users take for rows of the stream may be in another table; NULLs where that is not so.
 --  - The name under which the table was added leads to another relation: tables were swapped. A name that leads nowhere is
 --    no fault: the table was renamed, and nothing else can be meant.
@@ -83,4 +79,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_name_fault(stream) IS 'Whether rows of the stream may be in another table, and the remedy';

@@ -44,4 +44,3 @@ LANGUAGE sql STABLE AS $$
         FROM pg_class c WHERE s.method = 'reservation' AND c.oid = s.relation AND c.relkind = 'p'
     ) notes
 $$;
-COMMENT ON FUNCTION stream_notes(stream) IS 'Remarks about a stream, for the person who adds it';

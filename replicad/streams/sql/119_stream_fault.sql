@@ -34,7 +34,6 @@ BEGIN
     RETURN fault.problem || '; ' || fault.remedy;
 END
 $$;
-COMMENT ON FUNCTION stream_fault(stream) IS 'Why a registered stream can no longer be served; NULL where it can';
 -- stream_strayed(number): the part of stream_fault that a poll asks for: ids may belong to rows of another table, or come
 -- from elsewhere. NULL where that is not so, or there is no such stream.
 CREATE OR REPLACE FUNCTION stream_strayed(stream_number integer) RETURNS text
@@ -54,4 +53,3 @@ BEGIN
     RETURN fault.problem || '; ' || fault.remedy;
 END
 $$;
-COMMENT ON FUNCTION stream_strayed(integer) IS 'Why the ids of a stream may be rows of another table now';

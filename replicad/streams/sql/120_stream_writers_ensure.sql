@@ -23,4 +23,3 @@ BEGIN
     RETURN QUERY SELECT w.name, w.number FROM stream_writer w WHERE w.stream = stream_number AND w.name = ANY (wanted);
 END
 $$;
-COMMENT ON FUNCTION stream_writers_ensure(integer, text[]) IS 'Numbers of writers, new ones included';

@@ -14,4 +14,3 @@ BEGIN
     PERFORM stream_writers_ensure(s.number, coalesce(nullif(names, '{}'), ARRAY['master']));
 END
 $$;
-COMMENT ON FUNCTION stream_writers_discover(stream) IS 'Numbers for the writers of the newest rows';

@@ -32,4 +32,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_writer_holder(stream, text[]) IS 'A transaction that may yet commit rows of a writer';

@@ -7,4 +7,3 @@ BEGIN
         s.instance_column) END, stream_qualified(s.relation), s.id_column, after));
 END
 $$;
-COMMENT ON FUNCTION stream_writers_last(stream, bigint) IS 'The writers of the rows above an id';

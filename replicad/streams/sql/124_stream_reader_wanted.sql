@@ -27,4 +27,3 @@ BEGIN
                 stream_qualified(relation)) END;
 END
 $$;
-COMMENT ON FUNCTION stream_reader_wanted(regclass) IS 'What a role lacks to read a table as its owner; NULL for nothing';

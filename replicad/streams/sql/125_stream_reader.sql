@@ -11,4 +11,3 @@ LANGUAGE sql STABLE AS $$
         LIMIT 1), 'stream_reader_missing'))
     WHERE owner IS NOT NULL
 $$;
-COMMENT ON FUNCTION stream_reader(oid) IS 'The function that runs statements as a role';

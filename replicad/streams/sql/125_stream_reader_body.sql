@@ -2,4 +2,3 @@
 CREATE OR REPLACE FUNCTION stream_reader_body() RETURNS text
 LANGUAGE sql IMMUTABLE AS $$ SELECT $body$
 {reader_body}$body$::text $$;
-COMMENT ON FUNCTION stream_reader_body() IS 'The body of the functions that run statements as a role';

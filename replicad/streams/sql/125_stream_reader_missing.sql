@@ -7,4 +7,3 @@ BEGIN
         MESSAGE = coalesce(stream_reader_wanted(tbl::regclass), 'what is needed to read a table was made just now; try again');
 END
 $$;
-COMMENT ON FUNCTION stream_reader_missing(oid, text, text, bigint) IS 'Raises what a role lacks to read a table as its owner';

@@ -28,4 +28,3 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION stream_as_owner(regclass, text) IS 'Runs a query on a table as its owner';

@@ -15,4 +15,3 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION stream_readers_ensure() IS 'Makes the functions that read tables as their owners';

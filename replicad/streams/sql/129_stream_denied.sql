@@ -21,4 +21,3 @@ LANGUAGE sql STABLE AS $$
         SELECT 4, stream_hidden(t) FROM unnest(ARRAY[s.relation, s.positions]) t WHERE stream_hidden(t) IS NOT NULL
     ) n
 $$;
-COMMENT ON FUNCTION stream_denied(stream) IS 'What the asking role may not read of a stream, and the remedy';

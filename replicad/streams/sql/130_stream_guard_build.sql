@@ -30,4 +30,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_guard_build(stream) IS 'Builds the function that guards a reserved stream';

@@ -14,7 +14,6 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION stream_guard_attach(stream) IS 'Creates the trigger that refuses ids which outlived their reservation';
 -- stream_guard_detach(number): drops these triggers, on whichever tables they are.
 CREATE OR REPLACE FUNCTION stream_guard_detach(number integer) RETURNS void
 LANGUAGE plpgsql AS $$
@@ -29,4 +28,3 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION stream_guard_detach(integer) IS 'Drops the triggers of a guard';

@@ -7,4 +7,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_check_count(integer) IS 'Refuses a number of ids outside of 1 to 10000';

@@ -11,4 +11,3 @@ BEGIN
     RETURN s;
 END
 $$;
-COMMENT ON FUNCTION stream_find_reserved(text) IS 'The stream of that name, if its ids are reserved';

@@ -35,4 +35,3 @@ LANGUAGE sql VOLATILE SECURITY DEFINER AS $$
     WHERE r.within IN (SELECT p.within FROM proven p WHERE p.within IS NOT NULL)
         OR r.pid IN (SELECT p.pid FROM proven p WHERE p.pid IS NOT NULL)
 $$;
-COMMENT ON FUNCTION stream_held(integer) IS 'The bounds of a reserved stream that are held with a proof';

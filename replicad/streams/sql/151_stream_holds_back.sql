@@ -5,4 +5,3 @@ LANGUAGE sql STABLE AS $$
     SELECT session = writer OR NOT EXISTS (
         SELECT FROM stream_writer w WHERE w.stream = stream_holds_back.number AND w.name = session)
 $$;
-COMMENT ON FUNCTION stream_holds_back(integer, text, text) IS 'Whether a session of that name holds a writer back';

@@ -6,4 +6,3 @@ LANGUAGE sql VOLATILE AS $$
     SELECT max(h.bound) FROM stream_held(number) h
     WHERE h.certified AND h.bound <= upto AND stream_holds_back(number, h.session, writer)
 $$;
-COMMENT ON FUNCTION stream_certified(integer, bigint, text) IS 'The highest bound by which others cover a writer''s ids';

@@ -39,4 +39,3 @@ BEGIN
             'completes it';
 END
 $$;
-COMMENT ON FUNCTION stream_adopt(integer, text, bigint, text) IS 'Covers an id that another session reserved, or RS003';

@@ -17,4 +17,3 @@ BEGIN
     WHERE m.stream = stream_number AND NOT m.hourly AND m.at < stream_mark_position.at - interval '1 day';
 END
 $$;
-COMMENT ON FUNCTION stream_mark_position(integer, bigint, timestamptz) IS 'Notes where a stream stands, for trimming by age';

@@ -14,4 +14,3 @@ LANGUAGE sql STABLE AS $$
         extract(epoch FROM least((SELECT a.stats_reset FROM pg_stat_get_archiver() a),
             pg_stat_get_bgwriter_stat_reset_time(), (SELECT w.stats_reset FROM pg_stat_get_wal() w)))) END
 $$;
-COMMENT ON FUNCTION stream_incarnation() IS 'Which run of which server and database this is';

@@ -4,13 +4,11 @@ CREATE OR REPLACE FUNCTION stream_generation_now(s stream) RETURNS stream_genera
 LANGUAGE sql STABLE AS $$
     SELECT g FROM stream_generation g WHERE g.stream = s.number ORDER BY g.number DESC LIMIT 1
 $$;
-COMMENT ON FUNCTION stream_generation_now(stream) IS 'The present generation of a stream';
 -- stream_epoch(s): the id of the present generation, which is the epoch of tokens.
 CREATE OR REPLACE FUNCTION stream_epoch(s stream) RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT (stream_generation_now(s)).id
 $$;
-COMMENT ON FUNCTION stream_epoch(stream) IS 'What a token must have in common with the stream it was made for';
 -- stream_continues(s, g): whether generation `g` is valid still: the server, the table, the sequence and the sequence's
 -- file are those in which it began. A sequence that is gone is a fault of its own (stream_fault), no fork.
 CREATE OR REPLACE FUNCTION stream_continues(s stream, g stream_generation) RETURNS boolean
@@ -18,4 +16,3 @@ LANGUAGE sql STABLE AS $$
     SELECT g.incarnation = stream_incarnation() AND g.relation = s.relation::oid AND g.sequence = s.sequence::oid
         AND g.file IS NOT DISTINCT FROM coalesce(pg_relation_filenode(s.sequence), g.file)
 $$;
-COMMENT ON FUNCTION stream_continues(stream, stream_generation) IS 'Whether history cannot have forked since';

@@ -4,7 +4,6 @@ LANGUAGE sql STABLE AS $$
     SELECT string_agg(format('%s:%s', t::oid, pg_relation_filenode(t)), ',' ORDER BY t::oid)
     FROM stream_tables(tbl) t WHERE pg_relation_filenode(t) IS NOT NULL
 $$;
-COMMENT ON FUNCTION stream_files(regclass) IS 'The files of a table and its partitions';
 -- stream_rewritten(s, g): whether a table that is left of the stream has another file than when a position was noted last in
 -- generation `g` (stream_note), or none is left. TRUNCATE ... RESTART IDENTITY replaces the files, and so do commands that write
 -- each row anew.
@@ -18,7 +17,6 @@ BEGIN
         AND split_part(f, ':', 1) IN (SELECT split_part(k, ':', 1) FROM unnest(known) k));
 END
 $$;
-COMMENT ON FUNCTION stream_rewritten(stream, stream_generation) IS 'Whether the tables have other files than at the last note';
 -- stream_question(s, g, noted, since): what a user must say before the stream goes on from generation `g`; NULLs where nothing
 -- has to be asked. `noted`: the position that was noted last; `since`: the transaction that did it.
 -- The sequence and the table have other files, and the next id is above the note. ALTER COLUMN ... TYPE does that: then each row has
@@ -55,8 +53,6 @@ BEGIN
         'readers need all rows anew, run: %srestarted', command, command);
 END
 $$;
-COMMENT ON FUNCTION stream_question(stream, stream_generation, bigint, xid)
-    IS 'What must be said of a changed sequence before the stream goes on';
 -- stream_question_of(s): stream_question for the present generation and note.
 CREATE OR REPLACE FUNCTION stream_question_of(s stream, OUT problem text, OUT remedy text)
 LANGUAGE sql STABLE AS $$
@@ -64,7 +60,6 @@ LANGUAGE sql STABLE AS $$
     FROM (SELECT) one LEFT JOIN stream_position p ON p.stream = s.number AND p.writer = 0
     CROSS JOIN LATERAL stream_question(s, stream_generation_now(s), p.position, p.xmin) q
 $$;
-COMMENT ON FUNCTION stream_question_of(stream) IS 'What must be said of a changed sequence before the stream goes on';
 -- stream_kept_upto(s, g, went_back): up to where the rows of generation `g` are the same for certain, though its sequence was
 -- altered (AS bigint, MAXVALUE, CACHE, OWNED BY ...) or, `went_back`, set to a lower value; NULL where nothing is certain.
 --  - The tables that are left have the files that they had when a position was noted last (stream_rewritten).
@@ -101,5 +96,3 @@ EXCEPTION WHEN query_canceled THEN
     RETURN NULL;
 END
 $$;
-COMMENT ON FUNCTION stream_kept_upto(stream, stream_generation, boolean)
-    IS 'Up to where rows are the same after a change of the sequence';

@@ -3,7 +3,6 @@ CREATE OR REPLACE FUNCTION stream_floor(sequence regclass) RETURNS bigint
 LANGUAGE sql STABLE AS $$
     SELECT coalesce(greatest((SELECT q.seqmin FROM pg_sequence q WHERE q.seqrelid = $1), -9223372036854775807), 1) - 1
 $$;
-COMMENT ON FUNCTION stream_floor(regclass) IS 'The position below all ids of a sequence';
 -- stream_generation_add(s, began_at, writers, positions, reason): the next generation of a stream, on the server and with
 -- the table and sequence of now. The caller has locked the stream's row. Keeps the last 1,000. Raises RS002 while a dump
 -- is being restored, which adds the primary keys last: a row from here would be in its way. Writes stream_generation.
@@ -26,7 +25,6 @@ BEGIN
     RETURN new_id;
 END
 $$;
-COMMENT ON FUNCTION stream_generation_add(stream, bigint, integer[], bigint[], text) IS 'Begins a generation';
 -- stream_fork(number, seen, reason): history has forked, or may have: begins a generation. Done once where several daemons
 -- ask for it: only while `seen` is still the id of the present one. Returns the id of the present generation.
 -- Shared with the generation before is, up to where:
@@ -95,7 +93,6 @@ BEGIN
     RETURN new_id;
 END
 $$;
-COMMENT ON FUNCTION stream_fork(integer, text, text) IS 'Begins a generation: history has forked';
 -- stream_continue(): begins a generation of each stream whose present one is not valid any more.
 -- Returns how many. To be called before anything is read for readers. Writes what stream_fork writes.
 CREATE OR REPLACE FUNCTION stream_continue() RETURNS integer
@@ -123,4 +120,3 @@ BEGIN
     RETURN forked;
 END
 $$;
-COMMENT ON FUNCTION stream_continue() IS 'Begins a generation where history may have forked';

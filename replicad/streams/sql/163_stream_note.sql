@@ -38,5 +38,3 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION stream_note(integer, text, bigint, integer[], bigint[], timestamptz)
-    IS 'Keeps the positions that a daemon has published';

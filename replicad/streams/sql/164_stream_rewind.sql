@@ -40,4 +40,3 @@ BEGIN
     WHERE a.stream = s.number AND a.generation = g.id;
 END
 $$;
-COMMENT ON FUNCTION stream_rewind(integer, text, bigint) IS 'Begins a generation: rows were not sent to readers';

@@ -39,4 +39,3 @@ BEGIN
     ON CONFLICT (stream) DO UPDATE SET generation = excluded.generation, lowest = excluded.lowest, published = excluded.published;
 END
 $$;
-COMMENT ON FUNCTION stream_keep(integer, text, bigint, bigint, bigint) IS 'Notes the oldest row of a stream, and notices that rows were removed';

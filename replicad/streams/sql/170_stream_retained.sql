@@ -16,4 +16,3 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION stream_retained(integer, bigint) IS 'Raises RS004 for a position below which rows were trimmed';

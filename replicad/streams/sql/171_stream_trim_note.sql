@@ -18,4 +18,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION stream_trim_note(integer, bigint, boolean) IS 'Notes up to where a stream is trimmed';

@@ -14,4 +14,3 @@ LANGUAGE sql AS $$
     ON CONFLICT (stream, instance) DO UPDATE SET generation = excluded.generation, acked_at = excluded.acked_at,
         token = CASE WHEN a.generation = excluded.generation THEN greatest(a.token, excluded.token) ELSE excluded.token END
 $$;
-COMMENT ON FUNCTION stream_ack_note(text[], text[], text[], bigint[]) IS 'Keeps what senders have acknowledged';

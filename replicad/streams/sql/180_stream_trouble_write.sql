@@ -16,5 +16,3 @@ BEGIN
     ON CONFLICT DO NOTHING;
 END
 $$;
-COMMENT ON FUNCTION stream_trouble_write(text, text[], text[], text[], text[], text[], float8[], timestamptz)
-    IS 'Replaces the troubles of one daemon';

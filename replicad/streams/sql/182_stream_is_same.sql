@@ -13,4 +13,3 @@ BEGIN
         HINT = 'nothing of it was sent; the stream goes on when the registry was looked at again';
 END
 $$;
-COMMENT ON FUNCTION stream_is_same(integer, oid, oid) IS 'Raises RS005: what is read is not of the stream as it was loaded';

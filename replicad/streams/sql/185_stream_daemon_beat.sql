@@ -18,5 +18,3 @@ BEGIN
             AND d.host IS NOT DISTINCT FROM inet_client_addr());
 END
 $$;
-COMMENT ON FUNCTION stream_daemon_beat(uuid, text, integer, text[], text, float8, timestamptz)
-    IS 'The sign of life of a daemon';

@@ -3,4 +3,3 @@ CREATE OR REPLACE FUNCTION stream_daemon_leave(id uuid) RETURNS void
 LANGUAGE sql AS $$
     DELETE FROM stream_daemon d WHERE d.id = stream_daemon_leave.id
 $$;
-COMMENT ON FUNCTION stream_daemon_leave(uuid) IS 'A daemon that stops is not listed any more';

@@ -4,4 +4,3 @@ CREATE OR REPLACE FUNCTION stream_relay_channel() RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT 'replicad.' || left(encode(sha256(convert_to('relay ' || k.key, 'UTF8')), 'hex'), 48) FROM stream_relay_key k
 $$;
-COMMENT ON FUNCTION stream_relay_channel() IS 'The channel on which daemons reach each other';

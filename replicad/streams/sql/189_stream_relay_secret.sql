@@ -4,4 +4,3 @@ CREATE OR REPLACE FUNCTION stream_relay_secret() RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT encode(sha256(convert_to('sign ' || k.key, 'UTF8')), 'hex') FROM stream_relay_key k
 $$;
-COMMENT ON FUNCTION stream_relay_secret() IS 'The key with which daemons sign what they send to each other';

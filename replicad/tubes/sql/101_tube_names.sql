@@ -19,7 +19,6 @@ BEGIN
     RETURN kept || hash || suffix;
 END
 $$;
-COMMENT ON FUNCTION tube_object_name(text, text) IS 'A name of at most 63 bytes, unique to its parts';
 
 -- tube_qualified(tbl): the table's name with its schema, quoted; valid under any search_path. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_qualified(tbl regclass) RETURNS text
@@ -27,14 +26,12 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format('%I.%I', n.nspname, c.relname)
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = tbl
 $$;
-COMMENT ON FUNCTION tube_qualified(regclass) IS 'A table''s quoted name with its schema; NULL for a dropped table';
 
 -- tube_relation(tube): the table with the tube's pods, quoted, with its schema. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_relation(tube text) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format('%I.%I', current_schema(), tube)
 $$;
-COMMENT ON FUNCTION tube_relation(text) IS 'The quoted name of the table that holds a tube''s pods';
 
 -- tube_members(tbl): the table with all its partitions and heirs, itself first. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_members(tbl regclass) RETURNS SETOF regclass
@@ -46,4 +43,3 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     )
     SELECT member::regclass FROM tree GROUP BY member ORDER BY min(depth), member
 $$;
-COMMENT ON FUNCTION tube_members(regclass) IS 'A table with all its partitions and heirs';

@@ -12,7 +12,6 @@ BEGIN
     RETURN found_tube;
 END
 $$;
-COMMENT ON FUNCTION tube_find(text) IS 'A tube''s row in the registry';
 
 -- tube_keep(tube): the same; until the transaction ends the tube cannot be dropped. Functions that will wait for a lock
 -- on an object of the tube call it first. Dropping a tube locks the same row first, so there is no deadlock. Raises
@@ -24,7 +23,6 @@ BEGIN
     RETURN tube_find(tube);
 END
 $$;
-COMMENT ON FUNCTION tube_keep(text) IS 'A tube''s row in the registry, kept from being dropped';
 
 -- tube_lock(tube): the same; until the transaction ends no other transaction changes the tube, its attachments or the
 -- holders of its leases. Raises RT001. Locks the row in tube_registry.
@@ -40,4 +38,3 @@ BEGIN
     RETURN locked_tube;
 END
 $$;
-COMMENT ON FUNCTION tube_lock(text) IS 'A tube''s row in the registry, locked';

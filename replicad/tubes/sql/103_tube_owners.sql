@@ -9,7 +9,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT c.relowner FROM pg_class c JOIN pg_roles r ON r.oid = c.relowner
     WHERE c.oid = tbl AND r.rolname <> current_user AND NOT r.rolsuper
 $$;
-COMMENT ON FUNCTION tube_runs_as(regclass) IS 'The owner as whom a table is read; NULL where the asking role may';
 
 -- tube_give(signature, owner): makes a function of ours another role's. Raises RT005 with the GRANT that is missing.
 -- CREATE on the schema is needed for a moment; no other session sees it. Writes the function's owner.
@@ -34,7 +33,6 @@ EXCEPTION WHEN insufficient_privilege THEN
         format('run: GRANT %I TO %I, and call this as %2$I or as a superuser', role, keeper));
 END
 $$;
-COMMENT ON FUNCTION tube_give(text, oid) IS 'Makes a function belong to the owner of a table';
 
 -- tube_belong(what): what belongs to a tube belongs to the owner of this schema, whoever creates the tube: else the daemon could
 -- not use it. what: `TABLE name`, `FUNCTION name(types)`. Does nothing for a role that may not. Writes the owner.
@@ -48,7 +46,6 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_belong(text) IS 'Gives what belongs to a tube to the owner of the schema';
 
 -- tube_reader(owner): the function that runs queries as this role; NULL where there is none. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_reader(owner oid) RETURNS text
@@ -58,7 +55,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     WHERE n.nspname = current_schema() AND p.proowner = owner AND p.proname ~ '^reader_1_[0-9a-f]{32}$'
     LIMIT 1
 $$;
-COMMENT ON FUNCTION tube_reader(oid) IS 'The function that runs queries as a role; NULL where there is none';
 
 -- tube_reader_ensure(tbl): makes the reader of the table's owner, if one is needed and there is none. Raises RT005.
 CREATE OR REPLACE FUNCTION tube_reader_ensure(tbl regclass) RETURNS void
@@ -82,7 +78,6 @@ BEGIN
     PERFORM tube_give(signature, owner);
 END
 $$;
-COMMENT ON FUNCTION tube_reader_ensure(regclass) IS 'Makes the function that reads a table as its owner';
 
 -- tube_as_owner(tbl, query, path): the rows of a query on this table, whose one column is text, run as the table's owner
 -- under the search_path path. Raises what the query raises. Writes nothing.
@@ -111,7 +106,6 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION tube_as_owner(regclass, text, text) IS 'Runs a query on a table as its owner';
 
 -- tube_owner_rows(tbl, query, path): the rows of a query on this table, of tube_shard, id and n, which are numbers, run as
 -- by tube_as_owner. Writes nothing.
@@ -125,10 +119,8 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
             'SELECT pg_catalog.concat(q.tube_shard, '','', q.id, '','', q.n) FROM (%s) AS q', query), path) AS line
     ) AS split
 $$;
-COMMENT ON FUNCTION tube_owner_rows(regclass, text, text) IS 'Rows of numbers that are read as the owner of a table';
 
 -- tube_reader_body(): the body of each reader (postgres/sql/reader_body.sql), as that of streams. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_reader_body() RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$ SELECT $body$
 {reader_body}$body$::text $$;
-COMMENT ON FUNCTION tube_reader_body() IS 'The body of the functions that run queries as a role';

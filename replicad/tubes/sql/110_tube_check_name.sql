@@ -27,4 +27,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_check_name(text) IS 'Refuses names that a tube cannot have';

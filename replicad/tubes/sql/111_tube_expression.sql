@@ -21,7 +21,6 @@ BEGIN
     RETURN safe;
 END
 $$;
-COMMENT ON FUNCTION tube_safe_path(name[]) IS 'The schemas in which predicates and routings may look names up';
 
 -- tube_path_text(path): the search_path under which an expression runs. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_path_text(path name[]) RETURNS text
@@ -33,7 +32,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         UNION ALL SELECT 'pg_temp', 1 + coalesce(cardinality(path), 0)
     ) AS parts
 $$;
-COMMENT ON FUNCTION tube_path_text(name[]) IS 'The search_path under which predicates and routings run';
 
 -- tube_where(VARIADIC predicates): their conjunction as the end of a WHERE clause; empty if all are NULL. Each is on
 -- its own lines, so that a comment at its end hides nothing else. Writes nothing.
@@ -42,7 +40,6 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT coalesce(string_agg(E' AND (\n' || p || E'\n)', '' ORDER BY n), '')
     FROM unnest(predicates) WITH ORDINALITY AS given(p, n) WHERE p IS NOT NULL
 $$;
-COMMENT ON FUNCTION tube_where(text[]) IS 'Predicates as the end of a WHERE clause';
 
 -- tube_check_expression(tbl, what, expression, path): raises RT005 unless the expression gives one value per row of the
 -- table: a boolean for what = 'predicate', an integer or smallint for 'routing'. Reads no row. Writes nothing.
@@ -83,5 +80,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_check_expression(regclass, text, text, name[])
-    IS 'Refuses predicates and routings that fail on a table';

@@ -26,7 +26,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     $sql$, tube_relation(tube), op, shard, rows, chunk)
     END
 $$;
-COMMENT ON FUNCTION tube_insert_sql(text, text, text, text, text, boolean) IS 'The statement that turns rows into pods';
 
 -- tube_op_sql(op): SQL for the operation of a pod: op, or B in a session whose application_name contains "backfill".
 CREATE OR REPLACE FUNCTION tube_op_sql(op text) RETURNS text
@@ -34,7 +33,6 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT format(
         'CASE WHEN strpos(current_setting(''application_name''), ''backfill'') > 0 THEN ''B'' ELSE %s END', op)
 $$;
-COMMENT ON FUNCTION tube_op_sql(text) IS 'SQL for an operation, B in a session that backfills';
 
 -- tube_rows_sql(source, predicate, routing): the query of the ids (and shards) of the rows of source that pass the
 -- predicate.
@@ -43,5 +41,3 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT format('SELECT %sid::bigint AS id FROM %s AS tube_row WHERE id IS NOT NULL%s',
         E'(\n' || routing || E'\n)::integer AS tube_shard, ', source, predicate)
 $$;
-COMMENT ON FUNCTION tube_rows_sql(text, text, text)
-    IS 'The query of the ids and shards of rows that pass the predicates';

@@ -11,7 +11,6 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         replace(replace(tube, '*/', '* /'), '/*', '/ *'))  -- comments nest
         || substr(ltrim(insertion, E' \n'), length('INSERT') + 1)
 $$;
-COMMENT ON FUNCTION tube_noted_sql(text, text) IS 'An INSERT of a trigger function with a comment for error messages';
 
 -- tube_few_sql(tube, op, rows, rows_before): the statement for the usual case: at most 16 rows of one shard become one
 -- pod with one plain INSERT. For no rows, for more rows, and if rows_before (a query like rows, or NULL) returns other
@@ -30,7 +29,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         ', ARRAY(' || rows_before || ' LIMIT 17) AS ids_before',
         CASE WHEN rows_before IS NOT NULL THEN ' AND few.ids = few.ids_before' END))
 $$;
-COMMENT ON FUNCTION tube_few_sql(text, text, text, text) IS 'The statement that turns a few rows into one pod';
 
 -- tube_many_sql(tube, op, rows, rows_before, touched): the statements for what tube_few_sql leaves over: the ids of at
 -- most a million rows of one shard are collected in one array, which is cut into pods of 250. For no rows in the
@@ -56,7 +54,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         ', ARRAY(' || rows_before || ' LIMIT 1000001) AS ids_before',
         CASE WHEN rows_before IS NOT NULL THEN ' AND many.ids = many.ids_before' END, touched))
 $$;
-COMMENT ON FUNCTION tube_many_sql(text, text, text, text, text) IS 'The statements that turn many rows into pods';
 
 -- tube_trigger_body(tube, predicate, routing): the source of the trigger function that inserts pods for the rows of a
 -- statement. predicate is the result of tube_where. The function gets the shard as its argument. Writes nothing itself.
@@ -90,4 +87,3 @@ BEGIN
     RETURN format(E'\n#variable_conflict use_column\nBEGIN\n%s    RETURN NULL;\nEND\n', body);
 END
 $outer$;
-COMMENT ON FUNCTION tube_trigger_body(text, text, text) IS 'The source of a tube''s trigger function';

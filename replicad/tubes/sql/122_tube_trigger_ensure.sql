@@ -41,8 +41,6 @@ BEGIN
     RETURN format('%I.%I', current_schema(), name);
 END
 $$;
-COMMENT ON FUNCTION tube_trigger_ensure(text, text, text, name[], regclass)
-    IS 'Makes the trigger function of a kind of attachment';
 
 -- tube_trigger_sweep(tube): drops the tube's trigger functions that no trigger uses, except {tube}_trigger.
 CREATE OR REPLACE FUNCTION tube_trigger_sweep(tube text) RETURNS void
@@ -60,4 +58,3 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION tube_trigger_sweep(text) IS 'Drops trigger functions of a tube that no trigger uses';

@@ -45,4 +45,3 @@ BEGIN
 END
 $$;
 REVOKE EXECUTE ON FUNCTION tube_truncate_trigger() FROM PUBLIC;
-COMMENT ON FUNCTION tube_truncate_trigger() IS 'Touches every id of a table that is about to be truncated';

@@ -36,7 +36,6 @@ BEGIN
     END IF;
 END
 $outer$;
-COMMENT ON FUNCTION tube_touch_ensure(text) IS 'Makes the function that touches a tube by hand';
 
 -- tube_check_touch(shard, op, chunk_size): raises RT005 for arguments that no pod can have. Writes nothing.
 -- ids are stored in the row, neither compressed nor out of line. So a pod must fit into a page of 8 kB; 900 ids do.
@@ -56,4 +55,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_check_touch(integer, character, integer) IS 'Refuses touches that make no pod';

@@ -25,7 +25,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     END
     FROM format('%I.%I', current_schema(), tube_object_name(a.tube, '_touch')) AS touch
 $$;
-COMMENT ON FUNCTION tube_table_touch_call(tube_attachment) IS 'The part of {table}_touch that serves one tube';
 
 -- tube_check_writer(tbl): raises 42501 unless this session's role may INSERT, UPDATE or DELETE rows of the table, some
 -- column at least. Its caller runs with its owner's rights, so `current_user` says nothing; what no function can change is
@@ -42,7 +41,6 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_check_writer(oid) IS 'Raises 42501 unless the session may write the table';
 
 -- tube_table_touch_ensure(tbl): creates {table}_touch(ids, op, payload, chunk_size) in the table's schema for the
 -- present attachments of the table. Raises RT005 if another function has that name. Writes that function.
@@ -85,7 +83,6 @@ BEGIN
     END IF;
 END
 $outer$;
-COMMENT ON FUNCTION tube_table_touch_ensure(regclass) IS 'Makes the function that touches ids of a table by hand';
 
 -- tube_table_touch_sweep(): deletes the attachments of dropped tables, and drops replicad's {table}_touch functions of
 -- tables that are no longer attached, were renamed or dropped. Writes tube_attachment, tube_backfill,
@@ -110,4 +107,3 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION tube_table_touch_sweep() IS 'Drops {table}_touch functions whose table is not attached';

@@ -36,7 +36,6 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION tube_index_ensure(text, integer) IS 'Makes the index for a number of partitions';
 
 -- tube_table_ensure(tube): creates the table of a new tube. Raises RT005 if a name is taken. Writes table and indexes.
 -- No CHECKs: each would cost every write of an attached table 2 us, and the functions that insert check their
@@ -64,4 +63,3 @@ EXCEPTION WHEN duplicate_table THEN
         'choose another name for the tube, or rename what has it');
 END
 $$;
-COMMENT ON FUNCTION tube_table_ensure(text) IS 'Makes the table of a new tube';

@@ -7,7 +7,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = tbl
     ) AS schema_name
 $$;
-COMMENT ON FUNCTION tube_infer_shard(regclass) IS 'The number that ends the name of a table''s schema';
 
 -- tube_check_table(tube, tbl): raises RT005 if a table or one of its partitions cannot be attached. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_check_table(tube text, tbl regclass) RETURNS void
@@ -46,7 +45,6 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_check_table(text, regclass) IS 'Refuses tables that cannot be attached';
 
 -- tube_trigger_name(tbl, tube, moment): {table}_{tube}_{moment}_trigger. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_trigger_name(tbl regclass, tube text, moment text) RETURNS name
@@ -54,7 +52,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT tube_object_name(format('%s_%s', c.relname, tube), format('_%s_trigger', moment))
     FROM pg_class c WHERE c.oid = tbl
 $$;
-COMMENT ON FUNCTION tube_trigger_name(regclass, text, text) IS 'The name of a tube''s trigger on a table';
 
 -- tube_triggers_of(tube, tbl): the tube's triggers on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE, 32 TRUNCATE),
 -- the function, its argument, and whether it fires. They are found by the functions that they call, because a table
@@ -72,7 +69,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             OR p.proname = 'tube_truncate_trigger'
                 AND g.tgargs = convert_to($1, getdatabaseencoding()) || decode('00', 'hex'))
 $$;
-COMMENT ON FUNCTION tube_triggers_of(text, regclass) IS 'A tube''s triggers on one table, whatever their names';
 
 -- tube_triggers_ensure(tube, tbl, function, shard): makes the tube have exactly one trigger for each event on one table:
 -- it keeps one that is as wanted, whatever its name, or replaces one, drops others, and creates what is
@@ -126,4 +122,3 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION tube_triggers_ensure(text, regclass, text, integer) IS 'Makes a tube''s triggers on one table';

@@ -5,7 +5,6 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
     SELECT pg_advisory_xact_lock(
         hashtext('replicad tube ' || current_schema()), (tbl::oid::bigint - 2147483648)::integer)
 $$;
-COMMENT ON FUNCTION tube_lock_table(regclass) IS 'Serialises attaching and detaching of a table';
 
 -- tube_member_detach(tube, tbl): drops the tube's triggers on one table or partition. Writes tube_attachment, triggers.
 CREATE OR REPLACE FUNCTION tube_member_detach(tube text, tbl regclass) RETURNS void
@@ -19,4 +18,3 @@ BEGIN
     DELETE FROM tube_attachment a WHERE a.tube = tube_member_detach.tube AND a.tbl = tube_member_detach.tbl;
 END
 $$;
-COMMENT ON FUNCTION tube_member_detach(text, regclass) IS 'Takes a tube''s triggers off one table';

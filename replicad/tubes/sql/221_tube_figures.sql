@@ -10,7 +10,6 @@ EXCEPTION WHEN OTHERS THEN
     RETURN SQLERRM;
 END
 $$;
-COMMENT ON FUNCTION tube_fault(text) IS 'Why a tube''s table cannot be read';
 
 -- tube_figures(t, exact): what is in each partition of a tube, a row for each kind of pods (backfill or not): their
 -- number, their ids, how many are control pods, and the lowest and highest seq with their times. The cost is bounded: one
@@ -81,4 +80,3 @@ BEGIN
         CASE WHEN large THEN format('TABLESAMPLE SYSTEM (%s)', share) END, share, large, t.tube, few);
 END
 $$;
-COMMENT ON FUNCTION tube_figures(tube_registry, integer) IS 'Counts or estimates what is in each partition of a tube';

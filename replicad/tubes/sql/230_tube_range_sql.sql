@@ -3,7 +3,6 @@ CREATE OR REPLACE FUNCTION tube_served_sql() RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT '(cardinality(ids) > 0 OR payload ->> ''type'' IS DISTINCT FROM ''backfill_schedule'')'
 $$;
-COMMENT ON FUNCTION tube_served_sql() IS 'The condition on pods that are handed to readers';
 
 -- tube_range_sql(t, partitions, partition, backfill, after, upto, pods, served): the query of a partition's pods of one
 -- priority with after < seq <= upto, by seq, at most pods of them (NULL: no limit). served leaves out the control pods
@@ -36,8 +35,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             AND low.backfill = $4 AND low.seq <= $6  -- a mark above the position: the sequence was set back
     ) AS part
 $$;
-COMMENT ON FUNCTION tube_range_sql(tube_registry, integer, integer, boolean, bigint, bigint, bigint, boolean)
-    IS 'The query of a partition''s pods of one priority';
 
 -- tube_check_partition(partitions, partition): raises RT005 unless 0 <= partition < partitions <= 32768. Writes
 -- nothing.
@@ -50,7 +47,6 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_check_partition(integer, integer) IS 'Refuses partitions that cannot be';
 
 -- tube_check_partitions(tube, partitions): true; raises RT003 if the tube has another number of partitions, RT001 if
 -- there is no such tube. Writes nothing.
@@ -66,4 +62,3 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION tube_check_partitions(text, integer) IS 'Refuses a number of partitions that is not the tube''s';

@@ -6,7 +6,6 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ' SELECT coalesce(sum(counted.pods), 0)::bigint, array_agg(counted.shard)'
         ' FROM (SELECT gone.shard, count(*) AS pods FROM gone GROUP BY gone.shard) AS counted', deletion)
 $$;
-COMMENT ON FUNCTION tube_removal_sql(text) IS 'The statement that deletes pods and counts them';
 
 -- tube_remove(tube, partitions, partition, seqs): deletes those of the pods that belong to the partition, without any
 -- check; returns how many. Writes the tube and tube_shard.
@@ -22,4 +21,3 @@ BEGIN
     RETURN removed;
 END
 $$;
-COMMENT ON FUNCTION tube_remove(text, integer, integer, bigint[]) IS 'Deletes pods without asking for a lease';

@@ -6,7 +6,6 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
         SELECT $1, s FROM unnest($2) AS s
         WHERE NOT EXISTS (SELECT FROM tube_shard k WHERE k.tube = $1 AND k.shard = s)
 $$;
-COMMENT ON FUNCTION tube_shards_note(text, integer[]) IS 'Remembers shards of which a downstream may hold rows';
 
 -- tube_shards_past(a): the shards of which a downstream may hold rows of this table, if it has a routing; else none.
 -- These are the shards of the table's last backfill, and all of the tube but those that are the constant shard of
@@ -23,4 +22,3 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     ) AS past
     WHERE a.routing IS NOT NULL
 $$;
-COMMENT ON FUNCTION tube_shards_past(tube_attachment) IS 'The shards of which a downstream may hold rows of a table';

@@ -7,7 +7,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT coalesce(max(l.seq), 0) FROM tube_low l
     WHERE (l.tube, l.partitions, l.partition, l.backfill) = ($1, $2, $3, $4) AND l.seq <= $5
 $$;
-COMMENT ON FUNCTION tube_low_of(text, integer, integer, boolean, bigint) IS 'Below which seq a partition has no pods';
 
 -- tube_low_raise(tube, partitions, partition, upto): moves the low-water marks of a partition to just below its first
 -- pods, but not above upto, which is the tube's position: no pod can appear at or below it. The marks of the tube's own
@@ -41,7 +40,6 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_low_raise(text, integer, integer, bigint) IS 'Moves the low-water marks of a partition';
 
 -- tube_low_put(tube, partitions, partition, backfill, seq): sets a mark, if it moves by a thousand at least. Writes
 -- tube_low.
@@ -51,4 +49,3 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
     INSERT INTO tube_low AS l VALUES ($1, $2, $3, $4, $5)
     ON CONFLICT ON CONSTRAINT tube_low_pkey DO UPDATE SET seq = excluded.seq WHERE excluded.seq >= l.seq + 1000
 $$;
-COMMENT ON FUNCTION tube_low_put(text, integer, integer, boolean, bigint) IS 'Sets a low-water mark';

@@ -10,7 +10,6 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION tube_progress(bigint, bigint, integer, bigint) IS 'Tells how far a long insert has got';
 
 -- tube_insert_numbered(tubes, query, path, shard, op, total, every, chunk): puts the ids of a query into pods of chunk
 -- ids in each of the tubes; returns how many ids. The query returns id and n, from 0 without gaps, which is the order
@@ -47,8 +46,6 @@ BEGIN
     RETURN inserted;
 END
 $$;
-COMMENT ON FUNCTION tube_insert_numbered(text[], text, text, integer, character, bigint, integer, integer)
-    IS 'Puts the ids of a numbered query into tubes';
 
 -- tube_split(tube_or_tubes): the tube of that name, or the tubes of a list with commas. Raises RT001.
 -- Writes nothing.
@@ -58,4 +55,3 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     FROM unnest(CASE WHEN EXISTS (SELECT FROM tube_registry r WHERE r.tube = tube_or_tubes) THEN ARRAY[tube_or_tubes]
         ELSE regexp_split_to_array(btrim(tube_or_tubes, ' {}'), ' *, *') END) WITH ORDINALITY AS g(name, n)
 $$;
-COMMENT ON FUNCTION tube_split(text) IS 'The tubes that a name or a list of names means';

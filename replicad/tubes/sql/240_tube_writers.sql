@@ -9,4 +9,3 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
         AND l.relation IN (SELECT to_regclass(format('%I.%I', current_schema(), r.tube)) FROM tube_registry r)
         AND l.pid IS DISTINCT FROM pg_backend_pid()
 $$;
-COMMENT ON FUNCTION tube_writers() IS 'The transactions that are writing pods';

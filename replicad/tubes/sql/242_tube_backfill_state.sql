@@ -33,7 +33,6 @@ BEGIN
     RETURN a;
 END
 $$;
-COMMENT ON FUNCTION tube_attached(text, regclass, text) IS 'The attachment that a backfill is of';
 
 -- tube_backfilling(tube, tbl, shard): whether this table's shard is being backfilled: its backfill is not finished, or
 -- control pods of it are still in the tube. Backfills of other tables in the shard do not count. Writes nothing.
@@ -59,7 +58,6 @@ BEGIN
     RETURN waiting;
 END
 $$;
-COMMENT ON FUNCTION tube_backfilling(text, regclass, integer) IS 'Whether a table''s shard is being backfilled';
 
 -- tube_control_removal_sql(tube, condition): the statement that deletes the control pods p for which the condition is true.
 -- It leaves those that a worker is acking: they go with the ack, and whoever waited for one could hold what the worker
@@ -69,7 +67,6 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT format('DELETE FROM %1$I WHERE ctid = ANY (ARRAY('
         'SELECT p.ctid FROM %1$I p WHERE cardinality(p.ids) = 0 AND %2$s FOR UPDATE SKIP LOCKED))', tube, condition)
 $$;
-COMMENT ON FUNCTION tube_control_removal_sql(text, text) IS 'The statement that deletes control pods';
 
 -- tube_backfill_stop(tube, tbl): removes the table's backfill that has begun and not finished, with its control pods; ids
 -- that are in the tube stay. Returns how many (0 or 1). The caller has locked the attachment. Writes tube_backfill,
@@ -92,7 +89,6 @@ BEGIN
     RETURN 1;
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_stop(text, regclass) IS 'Removes a backfill that has not finished';
 
 -- tube_backfill_unschedule(tube, tbl): removes the control pods that schedule a backfill of the table. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_backfill_unschedule(tube text, tbl regclass) RETURNS void
@@ -104,7 +100,6 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_unschedule(text, regclass) IS 'Removes what schedules a backfill of a table';
 
 -- tube_backfill_control(tube, type, start_seq, shards): one control pod of that type per shard. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_backfill_control(tube text, type text, start_seq text, shards integer[]) RETURNS void
@@ -115,7 +110,6 @@ BEGIN
         USING shards, jsonb_build_object('type', type, 'start_seq', start_seq);
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_control(text, text, text, integer[]) IS 'Puts control pods of a backfill into a tube';
 
 -- tube_backfill_begin(a, start_seq, order_col, shard, shards): records a new backfill and marks its beginning in
 -- shards. Returns false, and writes nothing, if one is running. Raises RT005. Writes tube_backfill and the tube. It
@@ -143,8 +137,6 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_begin(tube_attachment, text, text, integer, integer[])
-    IS 'Marks the beginning of a backfill';
 
 -- tube_backfill_progress(a, more, finished): adds to the number of ids in the tube, and marks the end if finished.
 -- Writes tube_backfill and the tube.
@@ -161,4 +153,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_progress(tube_attachment, bigint, boolean) IS 'Notes how far a backfill has got';

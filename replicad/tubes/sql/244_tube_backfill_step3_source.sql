@@ -6,12 +6,9 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         coalesce(E'coalesce((\n' || a.routing || format(E'\n)::integer, %s) & 2147483647', home), home::text),
         order_col, tube_qualified(a.tbl), tube_where((tube_find(a.tube)).predicate, a.predicate))
 $$;
-COMMENT ON FUNCTION tube_backfill_source(tube_attachment, text, integer)
-    IS 'The query of the rows that a backfill is of';
 
 -- tube_backfill_shards(tbl, source, path): the shards that occur in source. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfill_shards(tbl regclass, source text, path text) RETURNS integer[]
 LANGUAGE sql SET search_path FROM CURRENT AS $$
     SELECT ARRAY(SELECT tube_as_owner(tbl, format('SELECT DISTINCT shard::text FROM (%s) AS stored', source), path)::integer)
 $$;
-COMMENT ON FUNCTION tube_backfill_shards(regclass, text, text) IS 'The shards that occur in a backfill';

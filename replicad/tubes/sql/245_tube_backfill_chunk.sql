@@ -44,8 +44,6 @@ BEGIN
     PERFORM tube_backfill_progress(a, ids, finished);
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_chunk(text, text, regclass, text, integer, integer, integer)
-    IS 'Third step of a backfill, the next piece of it';
 
 -- tube_backfill_page(a, b, max_ids): the next max_ids ids of a backfill with their shards, in order (NULLs last), and
 -- the sort key of the last of them as text. Writes nothing.
@@ -79,7 +77,6 @@ BEGIN
     last_value := read ->> 'last';
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_page(tube_attachment, tube_backfill, integer) IS 'The next ids of a backfill';
 
 -- tube_backfill_put(b, ids, shards, chunk): puts the ids into the tube, after a backfill_start for each shard that is
 -- new to the backfill. Writes the tube and tube_backfill.
@@ -99,5 +96,3 @@ BEGIN
         current_schema(), tube_object_name(b.tube, '_touch')) USING ids, shards, chunk;
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_put(tube_backfill, bigint[], integer[], integer)
-    IS 'Puts ids of a backfill into the tube';

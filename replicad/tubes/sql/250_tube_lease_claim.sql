@@ -4,7 +4,6 @@ CREATE OR REPLACE FUNCTION tube_term_next() RETURNS bigint
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT nextval('tube_term_seq') << 24 | ('x' || right(gen_random_uuid()::text, 6))::bit(24)::bigint
 $$;
-COMMENT ON FUNCTION tube_term_next() IS 'A new term: higher than all before, and not to be guessed';
 
 -- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): claims a partition; returns the lease's term and
 -- first beat.
@@ -50,5 +49,3 @@ BEGIN
         RETURNING l.term, l.beat INTO term, beat;
 END
 $$;
-COMMENT ON FUNCTION tube_lease_claim(text, integer, integer, text, interval, bigint[])
-    IS 'Claims the lease of a partition';

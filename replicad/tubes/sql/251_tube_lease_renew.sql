@@ -12,7 +12,6 @@ BEGIN
             coalesce(': it is held by ' || holder, '')), 'nothing was read or acked; claim the partition anew');
 END
 $$;
-COMMENT ON FUNCTION tube_lease_lost(text, integer, integer, bigint) IS 'Raises the error of a lost lease';
 
 -- tube_lease_renew(tube, partitions, partition, term): gives exactly this lease a new beat. Raises RT002. Writes
 -- tube_lease.
@@ -32,4 +31,3 @@ BEGIN
     RETURN new_beat;
 END
 $$;
-COMMENT ON FUNCTION tube_lease_renew(text, integer, integer, bigint) IS 'A sign of life of a lease''s holder';

@@ -10,4 +10,3 @@ BEGIN
     RETURN FOUND;
 END
 $$;
-COMMENT ON FUNCTION tube_lease_release(text, integer, integer, bigint) IS 'Gives a lease back';

@@ -15,8 +15,6 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION tube_lease_check(text, integer, integer, bigint)
-    IS 'Whether a term holds a partition; fences reads';
 
 -- tube_lease_hold(tube, partitions, partition, term): the same; until the transaction ends the lease cannot be removed,
 -- but it can be renewed. Raises RT002. Locks the lease's row.
@@ -33,5 +31,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_lease_hold(text, integer, integer, bigint)
-    IS 'Locks a lease for the rest of a transaction; fences acks';

@@ -11,7 +11,6 @@ BEGIN
     RETURN tube_remove(tube, partitions, partition, seqs);
 END
 $$;
-COMMENT ON FUNCTION tube_ack(text, integer, integer, bigint, bigint[]) IS 'Removes pods that the downstream has';
 
 -- tube_ack_upto(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the
 -- same for all regular pods with after_regular < seq <= upto_regular and all backfill pods in their range.
@@ -27,8 +26,6 @@ BEGIN
         + tube_remove_range(tube, partitions, partition, true, after_backfill, upto_backfill);
 END
 $$;
-COMMENT ON FUNCTION tube_ack_upto(text, integer, integer, bigint, bigint, bigint, bigint, bigint)
-    IS 'Removes a range of pods that the downstream has';
 
 -- tube_remove_range(tube, partitions, partition, backfill, after, upto): deletes a partition's pods of one priority
 -- with after < seq <= upto, without any check; returns how many. Writes the tube and tube_shard.
@@ -50,5 +47,3 @@ BEGIN
     RETURN removed;
 END
 $$;
-COMMENT ON FUNCTION tube_remove_range(text, integer, integer, boolean, bigint, bigint)
-    IS 'Deletes a range of pods without asking for a lease';

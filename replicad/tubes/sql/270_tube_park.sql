@@ -44,5 +44,3 @@ BEGIN
     RETURN greatest(cardinality(bad), 1);
 END
 $$;
-COMMENT ON FUNCTION tube_park(text, integer, integer, bigint, bigint, bigint[], integer, text)
-    IS 'Puts ids that keep failing aside';

@@ -18,4 +18,3 @@ BEGIN
         FOR UPDATE SKIP LOCKED));  -- two who report at once do not wait for each other
 END
 $$;
-COMMENT ON FUNCTION tube_report_put(text, text, jsonb) IS 'Keeps what a reader of a tube has counted';

@@ -47,8 +47,6 @@ BEGIN
     ids := ids + half.ids;
 END
 $$;
-COMMENT ON FUNCTION tube_plan(text, integer, integer, bigint, bigint, bigint, bigint, integer, bigint, integer)
-    IS 'How far the reader of a partition gets with its next pods';
 
 -- tube_plan_half(range, max_ids, at_least): the first pods of a range, by seq, that have at most max_ids ids together,
 -- but at least at_least pods: the last seq (NULL: none), the number of pods and (with max_ids) of ids, and whether
@@ -70,4 +68,3 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_plan_half(text, bigint, integer) IS 'How far a reader gets among pods of one priority';

@@ -10,7 +10,6 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ',"payload":' || payload::text, '}')$sql$,
         format('RDATA tube:%s ', tube), partition, format('/%s ', partitions))
 $$;
-COMMENT ON FUNCTION tube_line_sql(text, integer, text) IS 'The expression for the line of a pod';
 
 -- tube_lines_sql(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the
 -- statement, for COPY, that returns finished lines for the partition's pods in (after, upto]: regular pods by seq, then
@@ -42,8 +41,6 @@ BEGIN
         format('SELECT NULL::text AS line FROM (SELECT %s AS held OFFSET 0) AS fence WHERE NOT held', fence));
 END
 $$;
-COMMENT ON FUNCTION tube_lines_sql(text, integer, integer, bigint, bigint, bigint, bigint, bigint)
-    IS 'The statement that yields finished lines for a range of pods';
 
 -- tube_short_sql(tube, partitions): the statement, to be prepared, that reads the next pods of one of the tube's own
 -- partitions if they are few and small: a row for each, with its priority, seq, number of ids and finished line, regular
@@ -87,4 +84,3 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             ' UNION ALL ' ORDER BY halves.backfill)
         FROM (VALUES (false, '$3'), (true, '$4')) AS halves (backfill, after)))
 $$;
-COMMENT ON FUNCTION tube_short_sql(text, integer) IS 'The statement that reads the next pods if they are few and small';

@@ -51,5 +51,3 @@ BEGIN
         CASE WHEN payload THEN ' AND coalesce(octet_length(piece.bodies), 0) <= $3' END);
 END
 $$;
-COMMENT ON FUNCTION tube_columns_sql(text, integer, integer, bigint, boolean, bigint, bigint, boolean)
-    IS 'The statement that yields a piece of a range of pods as columns';

@@ -24,7 +24,7 @@ async def change(place: TargetDatabase, name: str, before: Values | None, wanted
 SECTION = Section(
     name="presence",
     one="presence",
-    keys=(  # the defaults are those of presence/sql/011_presence_setting.sql
+    keys=(  # the defaults are those of presence_setting in presence/sql/presence.sql
         SectionKey("grace", SECONDS, 30.0, minimum=0, maximum=_DAY),
         SectionKey("lost_grace", SECONDS, 30.0, minimum=0, maximum=_DAY),
         SectionKey("ttl", SECONDS, 15.0, minimum=0.3, maximum=3600),

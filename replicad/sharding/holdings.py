@@ -1,7 +1,7 @@
 """The slots that one writer assumes to own, and its writes in flight. Pure: the caller passes monotonic times.
 
 The assumption is a hint: it saves a query and may be wrong. The fence in each transaction makes a write safe
-(sharding/sql/public/141_writer_owns.sql, docs/leases.md). The assumption ends before other writers may take over. A
+(writer_owns in sharding/sql/slots.sql, docs/leases.md). The assumption ends before other writers may take over. A
 slot that must be given away takes no new writes until the writes in flight have ended.
 """
 

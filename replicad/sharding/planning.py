@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-_HASHED = 4  # bytes of the digest that make the slot; sharding/sql/100_writer_slot_of.sql does the same
+_HASHED = 4  # bytes of the digest that make the slot; writer_slot_of in sharding/sql/members.sql does the same
 
 
 def slot_of(key: str, slots: int) -> int:

@@ -1,7 +1,7 @@
 """A sharded writer for programs on trio.
 
 A task keeps the membership and the slots while the writer is open, on a connection of its own. Each write uses a
-connection of the pool and one transaction, which begins with the fence (sharding/sql/public/141_writer_owns.sql).
+connection of the pool and one transaction, which begins with the fence (writer_owns in sharding/sql/slots.sql).
 keeper.py and holdings.py decide.
 """
 
@@ -28,7 +28,7 @@ from replicad.streams.row_text import wire_instance
 
 log = get_logger(__name__)
 
-_CHANNEL = "replicad_writers"  # sharding/sql/103_writer_find.sql
+_CHANNEL = "replicad_writers"  # writer_changed in sharding/sql/members.sql
 _RETRY = 0.5  # seconds until the keeper tries again after an error of Postgres
 _GRACE = 2.0  # seconds beyond LEAVE, for the last statements
 

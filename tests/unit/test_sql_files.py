@@ -40,7 +40,7 @@ def arguments(places: Mapping[str, int]) -> set[str]:
 @cache
 def installed() -> dict[Path, str]:
     """The files that are run at an installation, and their texts."""
-    return {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.glob("*/sql/**/[0-9]*.sql"))}
+    return {part.folder / name: text for part in schema.PARTS.values() for name, text in schema_text.files(part.name)}
 
 
 def test_every_query_is_named_by_the_code() -> None:

@@ -1,3 +1,24 @@
+-- The senders of a source: the list of them, which of them run, and how far each has recorded a stream.
+
+-- federation_source_key(source, sender): the second half of the advisory lock that a running sender of the source holds,
+-- for its session. The first half is 1380992595. In the form of two integers it never meets the locks of streams.
+CREATE OR REPLACE FUNCTION federation_source_key(source text, sender text) RETURNS integer
+LANGUAGE sql STABLE AS $$
+    SELECT hashtext('federation_sender'::regclass::oid::text || ' '
+        || source || ', ' || sender)  -- no name has a comma in it
+$$;
+-- federation_source_running(source): the senders of a source that are running, and how they share the destinations.
+CREATE OR REPLACE FUNCTION federation_source_running(source text) RETURNS TABLE (name text, senders text[])
+LANGUAGE sql STABLE AS $$
+    SELECT DISTINCT s.name, s.senders
+    FROM federation_sender s
+    JOIN pg_locks l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 2
+        AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+        AND l.classid = 1380992595
+        AND l.objid::bigint = (federation_source_key(s.source, s.name)::bigint & 4294967295)
+    WHERE s.source = federation_source_running.source
+$$;
+
 -- federation_source_enlist(source, sender, senders, streams): this session becomes the one that runs as `sender`, one of
 -- `senders` (sorted) of the source, until it ends. Where it cannot, `refusal` says in one sentence why, and `until` what
 -- may change that: 'gone', the end of another sender, which leaves the place free; 'list', the end of senders that have
@@ -48,4 +69,21 @@ BEGIN
     FROM unnest(federation_source_enlist.senders) n CROSS JOIN unnest(streams) t
     ON CONFLICT (source, name, stream) DO NOTHING;
 END
+$$;
+
+-- federation_source_begin(source, stream, token): where nothing was recorded of a stream yet, all senders of the source
+-- begin behind `token`; the first one's word counts. Writes federation_sender.
+CREATE OR REPLACE FUNCTION federation_source_begin(source text, stream text, token bigint) RETURNS void
+LANGUAGE sql AS $$
+    UPDATE federation_sender s SET token = federation_source_begin.token
+    WHERE s.source = federation_source_begin.source AND s.stream = federation_source_begin.stream
+        AND s.token IS NULL
+$$;
+
+-- federation_source_recorded(sender, stream): up to where every sender of that name has recorded a stream, whatever its
+-- source: several may read one stream of updates, and acknowledge it under their common name. NULL: none has begun.
+CREATE OR REPLACE FUNCTION federation_source_recorded(sender text, stream text) RETURNS bigint
+LANGUAGE sql STABLE AS $$
+    SELECT min(s.token) FROM federation_sender s
+    WHERE s.name = federation_source_recorded.sender AND s.stream = federation_source_recorded.stream
 $$;

@@ -97,7 +97,7 @@ async def test_an_upgrade_does_not_take_over_what_the_user_has_called_like_an_ob
     await schema.install(database, "tube")
     version = schema.PARTS["tube"].version
     texts = dict(schema_text.load(schema_text.PACKAGE))
-    texts["tube/099_new.sql"] = "CREATE TABLE IF NOT EXISTS tube_new (id int);"
+    texts["tube/new.sql"] = "CREATE TABLE IF NOT EXISTS tube_new (id int);"
     released = {version: schema_text.created("tube")}
     monkeypatch.setattr(schema_text, "load", lambda root: texts)
     monkeypatch.setattr(schema_text, "released", lambda part: released)
@@ -146,7 +146,7 @@ async def test_two_builds_of_one_version_do_not_replace_each_other_for_ever(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(name: str) -> None:
-        texts = real | {"tube/100_tube_refuse.sql": real["tube/100_tube_refuse.sql"] + f"-- build {name}\n"}
+        texts = real | {"tube/names.sql": real["tube/names.sql"] + f"-- build {name}\n"}
         monkeypatch.setattr(schema_text, "load", lambda root: texts)
 
     real = dict(schema_text.load(schema_text.PACKAGE))

@@ -68,7 +68,7 @@ def texts() -> list[tuple[str, str]]:
 
 def test_there_are_texts_to_look_at() -> None:
     assert len(texts()) > 2000
-    assert {"replicad/tubes/leases.py", "replicad/tubes/sql/012_tube_lease.sql"} <= {where for where, _ in texts()}
+    assert {"replicad/tubes/leases.py", "replicad/tubes/sql/leases.sql"} <= {where for where, _ in texts()}
 
 
 def test_no_text_cites_a_document_that_a_clone_does_not_have() -> None:

@@ -1,3 +1,5 @@
+-- How tables are attached to a tube and detached from it.
+
 -- tube_table_ensure_attached(tube, tbl, shard, predicate, routing, path): attaches the table, so that from now on
 -- changes of its rows touch the tube, or alters the attachment; writes nothing if the attachment is already so.
 --   shard      of all its rows; default: the number at the end of the name of the table's schema, or the present shard
@@ -63,3 +65,66 @@ END
 $$;
 COMMENT ON FUNCTION tube_table_ensure_attached(text, regclass, integer, text, text, name[])
     IS 'Attaches a table to a tube, or alters the attachment to be as asked';
+
+-- tube_lock_table(tbl): until the transaction ends no other transaction attaches or detaches this table. Takes an
+-- advisory lock: a lock of the table itself would make its writers wait even if there is nothing to do.
+CREATE OR REPLACE FUNCTION tube_lock_table(tbl regclass) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT pg_advisory_xact_lock(
+        hashtext('replicad tube ' || current_schema()), (tbl::oid::bigint - 2147483648)::integer)
+$$;
+
+-- tube_member_detach(tube, tbl): drops the tube's triggers on one table or partition. Writes tube_attachment, triggers.
+CREATE OR REPLACE FUNCTION tube_member_detach(tube text, tbl regclass) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    trigger_name name;
+BEGIN
+    FOR trigger_name IN SELECT x.name FROM tube_triggers_of(tube, tbl) x LOOP
+        EXECUTE format('DROP TRIGGER %I ON %s', trigger_name, tube_qualified(tbl));
+    END LOOP;
+    DELETE FROM tube_attachment a WHERE a.tube = tube_member_detach.tube AND a.tbl = tube_member_detach.tbl;
+END
+$$;
+
+-- tube_table_ensure_detached(tube, tbl): detaches the table and its partitions from the tube (tube NULL: from all
+-- tubes): changes of rows no longer touch the tube. Pods in the tube stay. Does nothing if the table is not attached.
+-- Raises RT005 for a partition that was attached through its table. Writes tube_attachment, tube_backfill, triggers,
+-- functions.
+CREATE OR REPLACE FUNCTION tube_table_ensure_detached(tube text, tbl regclass) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    a tube_attachment;
+    member regclass;
+BEGIN
+    PERFORM tube_lock(x.tube) FROM (
+        SELECT y.tube FROM tube_attachment y
+        WHERE y.tbl = tube_table_ensure_detached.tbl AND y.tube = coalesce(tube_table_ensure_detached.tube, y.tube)
+        ORDER BY y.tube
+    ) AS x;
+    PERFORM tube_lock_table(tbl);
+    FOR a IN SELECT x.* FROM tube_attachment x
+        WHERE x.tbl = tube_table_ensure_detached.tbl AND x.tube = coalesce(tube_table_ensure_detached.tube, x.tube)
+        ORDER BY x.tube
+    LOOP
+        IF a.root <> a.tbl THEN
+            PERFORM tube_refuse('RT005', format('table %s is attached to tube %L through %s', tbl, a.tube, a.root),
+                format('detach %s', a.root));
+        END IF;
+        FOR member IN SELECT x.tbl FROM tube_attachment x WHERE x.tube = a.tube AND x.root = a.tbl LOOP
+            PERFORM tube_member_detach(a.tube, member);
+        END LOOP;
+        PERFORM tube_backfill_unschedule(a.tube, a.tbl);
+        PERFORM tube_backfill_stop(a.tube, a.tbl);
+        PERFORM tube_shards_note(b.tube, b.shards) FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
+        DELETE FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
+        PERFORM tube_trigger_sweep(a.tube);
+    END LOOP;
+    PERFORM tube_table_touch_sweep();
+    IF EXISTS (SELECT FROM tube_attachment x WHERE x.tbl = tube_table_ensure_detached.tbl AND x.root = x.tbl) THEN
+        PERFORM tube_table_touch_ensure(tbl);
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION tube_table_ensure_detached(text, regclass)
+    IS 'Detaches a table from a tube, or from all (tube NULL)';

@@ -1,7 +1,0 @@
--- tube_refuse(code, message, hint): raises that SQLSTATE. Writes nothing.
-CREATE OR REPLACE FUNCTION tube_refuse(code text, message text, hint text) RETURNS void
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
-BEGIN
-    RAISE EXCEPTION USING ERRCODE = code, MESSAGE = message, HINT = hint;
-END
-$$;

@@ -1,0 +1,184 @@
+-- The leases of partitions, and how pods are acknowledged under a lease (docs/leases.md).
+
+-- tube_term_next(): a new term, higher than all before: the next number of tube_term_seq, and 24 random bits below it.
+-- So a client that was not told a term cannot guess it, and nobody meets another's lease by a number that he got wrong.
+CREATE OR REPLACE FUNCTION tube_term_next() RETURNS bigint
+LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
+    SELECT nextval('tube_term_seq') << 24 | ('x' || right(gen_random_uuid()::text, 6))::bit(24)::bigint
+$$;
+
+-- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): claims a partition; returns the lease's term and
+-- first beat.
+--   partitions  the tube's number, or 1: the whole tube
+--   holder      if it already holds exactly this lease, it keeps the term and gets a new beat
+--   expired     beats that the caller has seen unchanged for longer than their ttl: overlapping leases with such a beat
+--               are removed. If their holder is still alive, its term is refused from now on.
+-- Two leases overlap when a shard could belong to both: p/n and q/m where p = q modulo gcd(n, m).
+-- Raises RT001, RT003, RT004 (with the holder), RT005. Locks the tube's row in tube_registry, writes tube_lease.
+CREATE OR REPLACE FUNCTION tube_lease_claim(
+    tube text, partitions integer, partition integer, holder text, ttl interval, expired bigint[],
+    OUT term bigint, OUT beat bigint
+)
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_lock(tube);
+    other tube_lease;
+BEGIN
+    PERFORM tube_check_partition(partitions, partition);
+    IF partitions <> 1 THEN
+        PERFORM tube_check_partitions(tube, partitions);
+    END IF;
+    IF coalesce(holder, '') = '' OR coalesce(ttl, '0') <= '0'::interval THEN
+        PERFORM tube_refuse('RT005', 'a lease has a holder with a name, and a time to live above 0', 'give both');
+    END IF;
+    DELETE FROM tube_lease l WHERE l.tube = t.tube AND l.beat = ANY (expired)
+        AND l.partition % gcd(l.partitions, tube_lease_claim.partitions)
+            = tube_lease_claim.partition % gcd(l.partitions, tube_lease_claim.partitions);
+    SELECT * INTO other FROM tube_lease l WHERE l.tube = t.tube
+        AND l.partition % gcd(l.partitions, tube_lease_claim.partitions)
+            = tube_lease_claim.partition % gcd(l.partitions, tube_lease_claim.partitions)
+        AND (l.holder, l.partitions, l.partition)
+            IS DISTINCT FROM (tube_lease_claim.holder, tube_lease_claim.partitions, tube_lease_claim.partition)
+        LIMIT 1;
+    IF FOUND THEN
+        PERFORM tube_refuse('RT004',
+            format('partition %s/%s of tube %L is held by %s', other.partition, other.partitions, t.tube, other.holder),
+            'wait until it is released, or until its time to live has passed without a sign of life');
+    END IF;
+    INSERT INTO tube_lease AS l (tube, partitions, partition, holder, term, beat, ttl)
+        VALUES (t.tube, partitions, partition, holder, tube_term_next(), nextval('tube_term_seq'), ttl)
+        ON CONFLICT ON CONSTRAINT tube_lease_pkey DO UPDATE SET beat = excluded.beat, ttl = excluded.ttl
+        RETURNING l.term, l.beat INTO term, beat;
+END
+$$;
+
+-- tube_lease_lost(tube, partitions, partition, term): raises RT002. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_lease_lost(tube text, partitions integer, partition integer, term bigint) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    holder text;
+BEGIN
+    SELECT string_agg(DISTINCT l.holder, ', ') INTO holder FROM tube_lease l
+        WHERE l.tube = tube_lease_lost.tube AND l.partition % gcd(l.partitions, tube_lease_lost.partitions)
+            = tube_lease_lost.partition % gcd(l.partitions, tube_lease_lost.partitions);
+    PERFORM tube_refuse('RT002',
+        format('term %s does not hold partition %s/%s of tube %L%s', term, partition, partitions, tube,
+            coalesce(': it is held by ' || holder, '')), 'nothing was read or acked; claim the partition anew');
+END
+$$;
+
+-- tube_lease_renew(tube, partitions, partition, term): gives exactly this lease a new beat. Raises RT002. Writes
+-- tube_lease.
+CREATE OR REPLACE FUNCTION tube_lease_renew(tube text, partitions integer, partition integer, term bigint)
+RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    new_beat bigint;
+BEGIN
+    UPDATE tube_lease l SET beat = nextval('tube_term_seq')
+        WHERE l.tube = tube_lease_renew.tube AND l.partitions = tube_lease_renew.partitions
+            AND l.partition = tube_lease_renew.partition AND l.term = tube_lease_renew.term
+        RETURNING l.beat INTO new_beat;
+    IF NOT FOUND THEN
+        PERFORM tube_lease_lost(tube, partitions, partition, term);
+    END IF;
+    RETURN new_beat;
+END
+$$;
+
+-- tube_lease_release(tube, partitions, partition, term): deletes exactly this lease; false if there is none.
+-- Writes tube_lease.
+CREATE OR REPLACE FUNCTION tube_lease_release(tube text, partitions integer, partition integer, term bigint)
+RETURNS boolean
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    DELETE FROM tube_lease l
+        WHERE l.tube = tube_lease_release.tube AND l.partitions = tube_lease_release.partitions
+            AND l.partition = tube_lease_release.partition AND l.term = tube_lease_release.term;
+    RETURN FOUND;
+END
+$$;
+
+-- tube_lease_check(tube, partitions, partition, term): true if a lease with that term is of the partition or of one
+-- that contains it. Raises RT002. It is part of the statement that reads, so that both use one snapshot. Writes
+-- nothing.
+CREATE OR REPLACE FUNCTION tube_lease_check(tube text, partitions integer, partition integer, term bigint)
+RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM FROM tube_lease l
+        WHERE l.tube = tube_lease_check.tube AND l.term = tube_lease_check.term
+            AND tube_lease_check.partitions % l.partitions = 0
+            AND tube_lease_check.partition % l.partitions = l.partition;
+    IF NOT FOUND THEN
+        PERFORM tube_lease_lost(tube, partitions, partition, term);
+    END IF;
+    RETURN true;
+END
+$$;
+
+-- tube_lease_hold(tube, partitions, partition, term): the same; until the transaction ends the lease cannot be removed,
+-- but it can be renewed. Raises RT002. Locks the lease's row.
+CREATE OR REPLACE FUNCTION tube_lease_hold(tube text, partitions integer, partition integer, term bigint) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM FROM tube_lease l
+        WHERE l.tube = tube_lease_hold.tube AND l.term = tube_lease_hold.term
+            AND tube_lease_hold.partitions % l.partitions = 0
+            AND tube_lease_hold.partition % l.partitions = l.partition
+        FOR KEY SHARE;
+    IF NOT FOUND THEN
+        PERFORM tube_lease_lost(tube, partitions, partition, term);
+    END IF;
+END
+$$;
+
+-- tube_ack(tube, partitions, partition, term, seqs): deletes pods that the downstream has, if they belong to the
+-- partition, and returns how many. Fewer than given: some were deleted before or belong to another partition.
+-- The number of partitions is that under which the pods were read. The lease guarantees that no other worker has them.
+-- Raises RT002, RT005. Locks the lease's row, writes the tube.
+CREATE OR REPLACE FUNCTION tube_ack(tube text, partitions integer, partition integer, term bigint, seqs bigint[])
+RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_check_partition(partitions, partition);
+    PERFORM tube_lease_hold(tube, partitions, partition, term);
+    RETURN tube_remove(tube, partitions, partition, seqs);
+END
+$$;
+
+-- tube_ack_upto(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the
+-- same for all regular pods with after_regular < seq <= upto_regular and all backfill pods in their range.
+CREATE OR REPLACE FUNCTION tube_ack_upto(
+    tube text, partitions integer, partition integer, term bigint,
+    after_regular bigint, after_backfill bigint, upto_regular bigint, upto_backfill bigint
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_check_partition(partitions, partition);
+    PERFORM tube_lease_hold(tube, partitions, partition, term);
+    RETURN tube_remove_range(tube, partitions, partition, false, after_regular, upto_regular)
+        + tube_remove_range(tube, partitions, partition, true, after_backfill, upto_backfill);
+END
+$$;
+
+-- tube_remove_range(tube, partitions, partition, backfill, after, upto): deletes a partition's pods of one priority
+-- with after < seq <= upto, without any check; returns how many. Writes the tube and tube_shard.
+CREATE OR REPLACE FUNCTION tube_remove_range(
+    tube text, partitions integer, partition integer, backfill boolean, after bigint, upto bigint
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    removed bigint := 0;
+    shards integer[];
+BEGIN
+    IF after < upto THEN
+        EXECUTE tube_removal_sql(format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s'
+            ' AND seq > %s AND seq <= %s AND %s',
+            tube, partitions, partition, backfill::integer,
+            greatest(after, tube_low_of(tube, partitions, partition, backfill, upto)), upto, tube_served_sql())) INTO removed, shards;
+        PERFORM tube_shards_note(tube, shards);
+    END IF;
+    RETURN removed;
+END
+$$;

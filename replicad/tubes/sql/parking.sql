@@ -1,0 +1,111 @@
+-- What readers of tubes note: pods that failed too often, and counts.
+
+-- tube_park(tube, partitions, partition, term, seq, ids, tries, error): moves ids of a pod that keep failing to
+-- tube_parked, with the number of tries and the error; without ids (NULL or empty) the whole pod, also a control pod. A
+-- pod without remaining ids is deleted. Ids given for a control pod are garbage that a reader collects because of it:
+-- they are parked as touches of its shard, and the control pod stays. Returns how many ids (1 for a control pod); 0 if
+-- there is no such pod. Raises RT002, RT005. Locks the tube's row in tube_registry, to which tube_parked refers, and
+-- the lease's row; writes the tube, tube_parked and tube_shard.
+CREATE OR REPLACE FUNCTION tube_park(
+    tube text, partitions integer, partition integer, term bigint, seq bigint, ids bigint[], tries integer, error text
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    pod record;
+    bad bigint[];
+    good bigint[] := '{}';
+BEGIN
+    PERFORM tube_check_partition(partitions, partition);
+    PERFORM tube_keep(tube);
+    PERFORM tube_lease_hold(tube, partitions, partition, term);
+    EXECUTE format('LOCK TABLE %I IN ROW EXCLUSIVE MODE', tube);  -- before it is read: see tube_backfill_begin
+    EXECUTE format('SELECT * FROM %I WHERE seq = $1 AND shard %% $2 = $3 FOR UPDATE', tube)
+        INTO pod USING seq, partitions, partition;
+    bad := pod.ids;
+    IF pod.ids = '{}' AND cardinality(ids) > 0 THEN
+        INSERT INTO tube_parked (tube, seq, op, shard, ids, ts, tries, error)
+            VALUES (tube, pod.seq, 'T', pod.shard, ids, pod.ts,
+                coalesce(tries, 1), coalesce(error, 'no error was given'));
+        RETURN cardinality(ids);
+    ELSIF coalesce(cardinality(ids), 0) > 0 THEN
+        bad := ARRAY(SELECT u FROM unnest(pod.ids) u WHERE u = ANY (tube_park.ids));
+        good := ARRAY(SELECT u FROM unnest(pod.ids) u WHERE u <> ALL (tube_park.ids));
+    END IF;
+    IF pod.seq IS NULL OR (bad = '{}' AND good <> '{}') THEN
+        RETURN 0;
+    END IF;
+    PERFORM tube_shards_note(tube, ARRAY[pod.shard]);
+    INSERT INTO tube_parked (tube, seq, op, shard, ids, payload, ts, tries, error)
+        VALUES (tube, pod.seq, pod.op, pod.shard, bad, pod.payload, pod.ts,
+            coalesce(tries, 1), coalesce(error, 'no error was given'));
+    IF good = '{}' THEN
+        EXECUTE format('DELETE FROM %I WHERE seq = $1', tube) USING seq;
+    ELSE
+        EXECUTE format('UPDATE %I SET ids = $2 WHERE seq = $1', tube) USING seq, good;
+    END IF;
+    RETURN greatest(cardinality(bad), 1);
+END
+$$;
+
+-- tube_parked_list(tube): the parked ids of one tube or (NULL) of all, the oldest first. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_parked_list(tube text = NULL) RETURNS SETOF tube_parked
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT p.* FROM tube_parked p WHERE $1 IS NULL OR p.tube = $1 ORDER BY p.parked
+$$;
+COMMENT ON FUNCTION tube_parked_list(text) IS 'Lists what failed too often';
+
+-- tube_parked_replay(tube, parked_ids): puts entries of tube_parked, by their number or (NULL) all, back into the tube
+-- as new pods, the oldest first; returns how many entries. Raises RT001. Writes tube_parked and the tube.
+CREATE OR REPLACE FUNCTION tube_parked_replay(tube text, parked_ids bigint[] = NULL) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_keep(tube);
+    replayed bigint;
+BEGIN
+    EXECUTE format($sql$
+        WITH gone AS (
+            DELETE FROM tube_parked p WHERE p.tube = $1 AND ($2 IS NULL OR p.parked = ANY ($2)) RETURNING p.*
+        )
+        INSERT INTO %I (op, shard, ids, payload) SELECT g.op, g.shard, g.ids, g.payload FROM gone g ORDER BY g.parked
+    $sql$, t.tube) USING tube, parked_ids;
+    GET DIAGNOSTICS replayed = ROW_COUNT;
+    RETURN replayed;
+END
+$$;
+COMMENT ON FUNCTION tube_parked_replay(text, bigint[]) IS 'Puts what failed too often back into its tube';
+
+-- tube_parked_drop(tube, parked_ids): deletes entries of tube_parked, by their number or (NULL) all; returns how many.
+-- Raises RT001. Writes tube_parked.
+CREATE OR REPLACE FUNCTION tube_parked_drop(tube text, parked_ids bigint[] = NULL) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_keep(tube);
+    dropped bigint;
+BEGIN
+    DELETE FROM tube_parked p WHERE p.tube = t.tube AND (parked_ids IS NULL OR p.parked = ANY (parked_ids));
+    GET DIAGNOSTICS dropped = ROW_COUNT;
+    RETURN dropped;
+END
+$$;
+COMMENT ON FUNCTION tube_parked_drop(text, bigint[]) IS 'Forgets what failed too often';
+
+-- tube_report_put(tube, reporter, counts): stores the report of a reader of the tube, in place of its last one. Reports
+-- that are older than a week are deleted, and all but the newest 100. Raises RT001, RT005. Writes tube_report.
+CREATE OR REPLACE FUNCTION tube_report_put(tube text, reporter text, counts jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_keep(tube);
+    IF coalesce(reporter, '') = '' OR jsonb_typeof(counts) IS DISTINCT FROM 'object' THEN
+        PERFORM tube_refuse('RT005', 'a report has a reporter and an object of counts', 'give both');
+    END IF;
+    INSERT INTO tube_report AS r (tube, reporter, counts) VALUES (tube, reporter, counts)
+        ON CONFLICT ON CONSTRAINT tube_report_pkey
+        DO UPDATE SET counts = excluded.counts, reported_at = excluded.reported_at;
+    DELETE FROM tube_report r WHERE r.ctid = ANY (ARRAY(
+        SELECT x.ctid FROM tube_report x
+        WHERE x.tube = tube_report_put.tube AND (x.reported_at < clock_timestamp() - interval '7 days'
+            OR x.reporter IN (SELECT y.reporter FROM tube_report y WHERE y.tube = tube_report_put.tube
+                ORDER BY y.reported_at DESC OFFSET 100))
+        FOR UPDATE SKIP LOCKED));  -- two who report at once do not wait for each other
+END
+$$;

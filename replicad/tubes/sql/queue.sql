@@ -1,0 +1,309 @@
+-- A tube: its table of pods with its indexes, how it is made and removed, and pods that are inserted or deleted by hand.
+
+-- tube_index_ensure(tube, partitions): creates the index for reading a partition: ((shard % partitions), priority, seq)
+-- with priority 0 for regular and 1 for backfill pods. Raises RT005 if its name is taken. Writes indexes of the tube.
+--
+-- One index serves all partitions and both priorities, so that the cost of an insert does not depend on the number of
+-- partitions (a partial index for each pair costs every insert about 1 us). No statistics are gathered for it and for
+-- seq: those of a queue are wrong a minute later, and with them the planner sorts a whole partition to return its first
+-- pods. Without statistics it expects few rows and uses the index. The index of another number of partitions is
+-- dropped. While readers have the table locked, the DROP would make them and all writers wait. So it gives up after
+-- half a second (before the deadlock check of other waiting transactions), and the index stays until the next call.
+CREATE OR REPLACE FUNCTION tube_index_ensure(tube text, partitions integer) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    wanted text := tube || '_pods_' || partitions;
+    patience text := current_setting('lock_timeout');
+    stale regclass;
+BEGIN
+    IF to_regclass(quote_ident(wanted)) IS NULL THEN
+        EXECUTE format('CREATE INDEX %I ON %I ((shard %% %s), ((op = ''B'')::integer), seq)', wanted, tube, partitions);
+        EXECUTE format('ALTER INDEX %I ALTER COLUMN 1 SET STATISTICS 0, ALTER COLUMN 2 SET STATISTICS 0', wanted);
+    ELSIF NOT EXISTS (SELECT FROM pg_index i
+            WHERE i.indexrelid = to_regclass(quote_ident(wanted)) AND i.indrelid = to_regclass(quote_ident(tube))) THEN
+        PERFORM tube_refuse('RT005', format('%I.%I exists and is no index of tube %L', current_schema(), wanted, tube),
+            'choose another name for the tube, or rename what has it');
+    END IF;
+    FOR stale IN SELECT i.indexrelid FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+        WHERE i.indrelid = to_regclass(quote_ident(tube)) AND c.relname <> wanted
+            AND left(c.relname, length(tube)) = tube AND substr(c.relname, length(tube) + 1) ~ '^_pods_[0-9]+$'
+    LOOP
+        BEGIN
+            PERFORM set_config('lock_timeout', '500ms', true);
+            EXECUTE format('DROP INDEX %s', stale);
+        EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+            RAISE NOTICE 'index % is in use and stays until tube_ensure_exists is called again', stale;
+        END;
+        PERFORM set_config('lock_timeout', patience, true);
+    END LOOP;
+END
+$$;
+
+-- tube_table_ensure(tube): creates the table of a new tube. Raises RT005 if a name is taken. Writes table and indexes.
+-- No CHECKs: each would cost every write of an attached table 2 us, and the functions that insert check their
+-- arguments.
+CREATE OR REPLACE FUNCTION tube_table_ensure(tube text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    EXECUTE format($sql$
+        CREATE TABLE %1$I (
+            seq bigint NOT NULL DEFAULT nextval(%2$L) PRIMARY KEY,
+            op character(1) NOT NULL,
+            shard integer NOT NULL,
+            ids bigint[] NOT NULL,
+            payload jsonb,
+            ts timestamptz NOT NULL DEFAULT clock_timestamp()
+        ) WITH (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 2000)
+    $sql$, tube, format('%I.tube_seq', current_schema()));
+    EXECUTE format('ALTER TABLE %I ALTER ids SET STORAGE PLAIN, ALTER seq SET STATISTICS 0', tube);
+    EXECUTE format('CREATE INDEX %I ON %I (shard, seq) WHERE cardinality(ids) = 0', tube || '_control', tube);
+    EXECUTE format('COMMENT ON TABLE %I IS %L', tube,
+        'replicad: the pods of a tube; use tube_ensure_absent() to drop it');
+    PERFORM tube_belong(format('TABLE %I', tube));
+EXCEPTION WHEN duplicate_table THEN
+    PERFORM tube_refuse('RT005', format('tube %L needs the name of something that exists: %s', tube, SQLERRM),
+        'choose another name for the tube, or rename what has it');
+END
+$$;
+
+-- tube_ensure_exists(tube, partitions, predicate, path): creates the tube, or alters it; writes nothing if the tube is
+-- already so. predicate is SQL on a row of any attached table: only rows for which it is true are touched and
+-- backfilled. Its names are looked up in path, by default the caller's search_path. Pods and attachments are kept; a
+-- table that was dropped by hand is created again. Raises RT005. Writes tube_registry, the tube's table, indexes,
+-- {tube}_touch and its trigger functions.
+--
+-- A new number of partitions needs a new index, and writers wait while it is built. For a tube with millions of pods
+-- choose a time with few writes, and set lock_timeout if there are long transactions that write.
+CREATE OR REPLACE FUNCTION tube_ensure_exists(
+    tube text, partitions integer = 1, predicate text = NULL, path name[] = current_schemas(false)
+) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    safe name[] := CASE WHEN predicate IS NULL THEN '{}' ELSE tube_safe_path(path) END;
+    a tube_attachment;
+BEGIN
+    PERFORM tube_check_name(tube);
+    IF partitions IS NULL OR partitions NOT BETWEEN 1 AND 32768 THEN
+        PERFORM tube_refuse('RT008',
+            format('tube %L cannot have %s partitions', tube, coalesce(partitions::text, 'NULL')),
+            'a tube has 1 to 32768 partitions');
+    END IF;
+    INSERT INTO tube_registry VALUES (tube, partitions, predicate, safe) ON CONFLICT DO NOTHING;
+    IF FOUND THEN
+        PERFORM tube_table_ensure(tube);
+    ELSE
+        PERFORM tube_lock(tube);
+        IF to_regclass(quote_ident(tube)) IS NULL THEN
+            PERFORM tube_table_ensure(tube);  -- it was dropped by hand
+        END IF;
+        UPDATE tube_registry r
+            SET partitions = tube_ensure_exists.partitions, predicate = tube_ensure_exists.predicate, path = safe
+            WHERE r.tube = tube_ensure_exists.tube AND (r.partitions, r.predicate, r.path)
+                IS DISTINCT FROM (tube_ensure_exists.partitions, tube_ensure_exists.predicate, safe);
+    END IF;
+    FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
+        WHERE x.tube = tube_ensure_exists.tube AND x.tbl = x.root
+    LOOP
+        PERFORM tube_check_expression(a.tbl, 'predicate', predicate, safe);
+        PERFORM tube_trigger_ensure(tube, a.predicate, a.routing, a.path, a.root);
+    END LOOP;
+    BEGIN
+        PERFORM tube_trigger_ensure(tube, NULL, NULL, '{}');
+    EXCEPTION WHEN syntax_error THEN
+        PERFORM tube_refuse('RT005',
+            format('the predicate %L is not SQL: %s', predicate, split_part(SQLERRM, E'\n', 1)),
+            'write SQL on the columns that the attached tables have in common');
+    END;
+    PERFORM tube_index_ensure(tube, partitions);
+    PERFORM tube_touch_ensure(tube);
+END
+$$;
+COMMENT ON FUNCTION tube_ensure_exists(text, integer, text, name[]) IS 'Creates a tube, or alters it to be as asked';
+
+-- tube_ensure_absent(tube): detaches all its tables and drops the tube with its pods, leases and parked ids. Does
+-- nothing if there is no such tube. It locks one table after another; where programs write to several of them, detach
+-- the tables first, each in a transaction of its own with a short lock_timeout, as `replicad tubes drop` does. Writes
+-- tube_registry and the tables that refer to it, triggers, functions, the table.
+CREATE OR REPLACE FUNCTION tube_ensure_absent(tube text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    root regclass;
+BEGIN
+    PERFORM FROM tube_registry r WHERE r.tube = tube_ensure_absent.tube FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    -- A worker that acks has its lease first, then its pods. In this order here too, they do not wait in a circle.
+    DELETE FROM tube_lease l WHERE l.tube = tube_ensure_absent.tube;
+    FOR root IN SELECT a.tbl FROM tube_attachment a WHERE a.tube = tube_ensure_absent.tube AND a.tbl = a.root
+        ORDER BY a.tbl::oid
+    LOOP
+        PERFORM tube_table_ensure_detached(tube, root);
+    END LOOP;
+    PERFORM tube_trigger_sweep(tube);  -- those of tables that were dropped
+    DELETE FROM tube_registry r WHERE r.tube = tube_ensure_absent.tube;
+    DELETE FROM tube_shard k WHERE k.tube = tube_ensure_absent.tube;
+    DELETE FROM tube_low l WHERE l.tube = tube_ensure_absent.tube;
+    EXECUTE format('DROP FUNCTION IF EXISTS %I()', tube_object_name(tube, '_trigger'));
+    EXECUTE format('DROP FUNCTION IF EXISTS %I(integer, bigint[], character, jsonb, integer)',
+        tube_object_name(tube, '_touch'));
+    EXECUTE format('DROP TABLE IF EXISTS %I', tube);
+END
+$$;
+COMMENT ON FUNCTION tube_ensure_absent(text) IS 'Detaches all tables of a tube and drops it';
+
+-- tube_removal_sql(deletion): the statement that runs a DELETE of pods and returns how many there were, and their shards.
+-- Writes nothing itself.
+CREATE OR REPLACE FUNCTION tube_removal_sql(deletion text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT format('WITH gone AS (%s RETURNING shard)'
+        ' SELECT coalesce(sum(counted.pods), 0)::bigint, array_agg(counted.shard)'
+        ' FROM (SELECT gone.shard, count(*) AS pods FROM gone GROUP BY gone.shard) AS counted', deletion)
+$$;
+
+-- tube_remove(tube, partitions, partition, seqs): deletes those of the pods that belong to the partition, without any
+-- check; returns how many. Writes the tube and tube_shard.
+CREATE OR REPLACE FUNCTION tube_remove(tube text, partitions integer, partition integer, seqs bigint[]) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    removed bigint;
+    shards integer[];
+BEGIN
+    EXECUTE tube_removal_sql(format('DELETE FROM %I WHERE seq = ANY ($1) AND (shard %% %s) = %s',
+        tube, partitions, partition)) INTO removed, shards USING seqs;
+    PERFORM tube_shards_note(tube, shards);
+    RETURN removed;
+END
+$$;
+
+-- tube_pods_delete(tube, partitions, partition, seqs): deletes these pods of the partition, for readers without a
+-- lease; returns how many there were. Raises RT001, RT003, RT005. Locks the tube's row in tube_registry, writes the
+-- tube.
+CREATE OR REPLACE FUNCTION tube_pods_delete(tube text, partitions integer, partition integer, seqs bigint[])
+RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_check_partition(partitions, partition);
+    PERFORM FROM tube_registry r WHERE r.tube = tube_pods_delete.tube FOR SHARE;
+    PERFORM tube_check_partitions(tube, partitions);
+    RETURN tube_remove(tube, partitions, partition, seqs);
+END
+$$;
+COMMENT ON FUNCTION tube_pods_delete(text, integer, integer, bigint[]) IS 'Deletes pods of a partition';
+
+-- tube_shards_note(tube, shards): remembers shards of which pods leave the tube (NULL: none). Waits for no other
+-- transaction. Writes tube_shard.
+CREATE OR REPLACE FUNCTION tube_shards_note(tube text, shards integer[]) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    INSERT INTO tube_shard (tube, shard)
+        SELECT $1, s FROM unnest($2) AS s
+        WHERE NOT EXISTS (SELECT FROM tube_shard k WHERE k.tube = $1 AND k.shard = s)
+$$;
+
+-- tube_shards_past(a): the shards of which a downstream may hold rows of this table, if it has a routing; else none.
+-- These are the shards of the table's last backfill, and all of the tube but those that are the constant shard of
+-- another table. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_shards_past(a tube_attachment) RETURNS integer[]
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT coalesce(array_agg(past.shard ORDER BY past.shard), '{}')
+    FROM (
+        SELECT unnest(b.shards) AS shard FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl
+        UNION
+        SELECT k.shard FROM tube_shard k WHERE k.tube = a.tube AND NOT EXISTS (
+            SELECT FROM tube_attachment x
+            WHERE x.tube = a.tube AND x.root <> a.root AND x.routing IS NULL AND x.shard = k.shard)
+    ) AS past
+    WHERE a.routing IS NOT NULL
+$$;
+
+-- tube_progress(first, last, every, total): true; raises a NOTICE if there is a multiple of every between the numbers
+-- of the first and the last id of a pod. total is approximate, or NULL. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_progress(first bigint, last bigint, every integer, total bigint) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
+BEGIN
+    IF last / every > first / every THEN
+        RAISE NOTICE '% ids%', last / every * every,
+            coalesce(' of about ' || total || ' (' || least(100, 100 * last / nullif(total, 0)) || ' %)', '');
+    END IF;
+    RETURN true;
+END
+$$;
+
+-- tube_insert_numbered(tubes, query, path, shard, op, total, every, chunk): puts the ids of a query into pods of chunk
+-- ids in each of the tubes; returns how many ids. The query returns id and n, from 0 without gaps, which is the order
+-- of the pods. If shard is NULL, it also returns shard, and n counts per shard. It runs under the search_path path.
+-- Reports its progress with tube_progress. Memory is bounded by work_mem. Writes the tubes.
+CREATE OR REPLACE FUNCTION tube_insert_numbered(
+    tubes text[], query text, path text, shard integer, op character, total bigint, every integer, chunk integer
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT SET jit = off AS $$
+DECLARE
+    statement text := format($sql$
+        WITH pods AS MATERIALIZED (
+            SELECT counted.shard, counted.pod, counted.ids
+            FROM (
+                SELECT placed.*, sum(cardinality(placed.ids)) OVER (ORDER BY placed.shard, placed.pod)::bigint AS upto
+                FROM (
+                    SELECT %1$s AS shard, numbered.n / %2$s AS pod, array_agg(numbered.id ORDER BY numbered.n) AS ids
+                    FROM (%3$s) AS numbered GROUP BY 1, 2
+                ) AS placed
+            ) AS counted
+            WHERE %4$I.tube_progress(counted.upto - cardinality(counted.ids), counted.upto, $2, $3)
+            ORDER BY counted.shard, counted.pod
+        )
+        $sql$, coalesce(shard::text, 'numbered.shard'), chunk, query, current_schema());
+    inserts text;
+    inserted bigint;
+BEGIN
+    SELECT string_agg(format(', into%s AS (INSERT INTO %s (op, shard, ids) SELECT %s, pods.shard, pods.ids FROM pods'
+            ' ORDER BY pods.shard, pods.pod RETURNING cardinality(ids) AS ids)',
+            g.n, tube_relation(g.tube), tube_op_sql('$1')), '' ORDER BY g.n)
+        INTO inserts FROM unnest(tubes) WITH ORDINALITY AS g(tube, n);
+    PERFORM set_config('search_path', path, true);
+    EXECUTE statement || inserts || ' SELECT coalesce(sum(ids), 0) FROM into1' INTO inserted USING op, every, total;
+    RETURN inserted;
+END
+$$;
+
+-- tube_split(tube_or_tubes): the tube of that name, or the tubes of a list with commas. Raises RT001.
+-- Writes nothing.
+CREATE OR REPLACE FUNCTION tube_split(tube_or_tubes text) RETURNS text[]
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT array_agg((tube_find(name)).tube ORDER BY n)
+    FROM unnest(CASE WHEN EXISTS (SELECT FROM tube_registry r WHERE r.tube = tube_or_tubes) THEN ARRAY[tube_or_tubes]
+        ELSE regexp_split_to_array(btrim(tube_or_tubes, ' {}'), ' *, *') END) WITH ORDINALITY AS g(name, n)
+$$;
+
+-- tube_pods_insert(tube_or_tubes, query, shard, op, approx_size, fetch_chunk_size, insert_chunk_size, path): touches
+-- every id that the query returns, in pods of insert_chunk_size; returns how many ids there were (NULLs are left out).
+--   tube_or_tubes      one tube, or several with commas; the query runs once
+--   query              returns columns id and row_number; pods follow the order of row_number
+--   approx_size        how many ids are expected, for the percentage in the NOTICEs; NULL: unknown
+--   fetch_chunk_size   ids between two NOTICEs
+--   path               the search_path of the query; by default the caller's
+-- Raises RT001, RT005. Writes the tubes. It is one transaction: the positions of the tubes do not move until it ends.
+CREATE OR REPLACE FUNCTION tube_pods_insert(
+    tube_or_tubes text, query text, shard integer, op character = 'B', approx_size bigint = NULL,
+    fetch_chunk_size integer = 20000, insert_chunk_size integer = 250, path name[] = current_schemas(true)
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT SET row_security = off AS $$
+DECLARE
+    tubes text[] := tube_split(tube_or_tubes);
+    numbered text := format(
+        E'SELECT ids.id, row_number() OVER (ORDER BY ids.row_number) - 1 AS n'
+        ' FROM (SELECT given.id::bigint AS id, given.row_number FROM (\n%s\n) AS given) AS ids'
+        ' WHERE ids.id IS NOT NULL', query);
+BEGIN
+    PERFORM tube_check_touch(shard, op, insert_chunk_size);
+    IF coalesce(fetch_chunk_size, 0) < 1 THEN
+        PERFORM tube_refuse('RT005', 'fetch_chunk_size is at least 1', 'the default is 20000');
+    END IF;
+    RETURN tube_insert_numbered(
+        tubes, numbered, tube_path_text(path), shard, op, approx_size, fetch_chunk_size, insert_chunk_size);
+EXCEPTION WHEN undefined_column THEN
+    PERFORM tube_refuse('RT005', format('the query cannot be run: %s', SQLERRM),
+        'it has to return columns called id and row_number');
+END
+$$;
+COMMENT ON FUNCTION tube_pods_insert(text, text, integer, character, bigint, integer, integer, name[])
+    IS 'Touches every id that a query returns';

@@ -1,0 +1,122 @@
+-- The tables of all tubes. Each tube has a table of pods besides, which queue.sql makes.
+
+-- tube_seq: numbers the pods of all tubes of this schema. Positions depend on CACHE 1; never change it.
+-- tube_registry: one row per tube. Written by tube_ensure_exists and tube_ensure_absent. Functions that change leases,
+-- attachments or the number of partitions of a tube lock its row first.
+CREATE SEQUENCE IF NOT EXISTS tube_seq;
+COMMENT ON SEQUENCE tube_seq IS 'replicad: seq of the pods of all tubes; must keep CACHE 1';
+
+CREATE TABLE IF NOT EXISTS tube_registry (
+    tube text PRIMARY KEY,                    -- also the name of the table that holds the pods
+    partitions integer NOT NULL CHECK (partitions BETWEEN 1 AND 32768),
+    predicate text,                           -- SQL on a row of any attached table; NULL: every row
+    path name[] NOT NULL,                     -- schemas in which names of the predicate are looked up
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE tube_registry IS 'replicad: the tubes; use tube_ensure_exists() and tube_ensure_absent()';
+
+-- tube_attachment: one row per tube and table with the tube's triggers. The root of a partition or heir is the table
+-- that was attached by name. Written by tube_table_ensure_attached and tube_table_ensure_detached.
+CREATE TABLE IF NOT EXISTS tube_attachment (
+    tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
+    tbl regclass NOT NULL,
+    root regclass NOT NULL,
+    shard integer NOT NULL CHECK (shard >= 0),
+    predicate text,                           -- on top of the tube's own
+    routing text,                             -- SQL on a row that yields its shard; NULL: shard for every row
+    path name[] NOT NULL,                     -- schemas in which names of predicate and routing are looked up
+    PRIMARY KEY (tube, tbl)
+);
+COMMENT ON TABLE tube_attachment IS 'replicad: which tables touch which tubes; use tube_table_ensure_attached()';
+
+-- tube_lease: the holder of each partition, who may read and ack it. Written by tube_lease_claim, _renew and _release.
+-- tube_term_seq numbers terms and beats. No number is used twice: a changed beat shows without any clock that the
+-- holder is alive, and no new lease has an old term (tube_term_next).
+CREATE SEQUENCE IF NOT EXISTS tube_term_seq;
+COMMENT ON SEQUENCE tube_term_seq IS 'replicad: terms and beats of all leases';
+
+CREATE TABLE IF NOT EXISTS tube_lease (
+    tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
+    partitions integer NOT NULL,
+    partition integer NOT NULL CHECK (partition BETWEEN 0 AND partitions - 1),
+    holder text NOT NULL,
+    term bigint NOT NULL,
+    beat bigint NOT NULL,                     -- changes with every renewal
+    ttl interval NOT NULL,                    -- unchanged for this long on the watcher's own clock: expired
+    PRIMARY KEY (tube, partitions, partition)
+);
+COMMENT ON TABLE tube_lease IS 'replicad: leases of partitions, fenced by their term';
+
+-- tube_parked: pods, or ids of pods, that failed too often. Written by tube_park, tube_parked_replay and _drop.
+CREATE TABLE IF NOT EXISTS tube_parked (
+    parked bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+    tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
+    seq bigint NOT NULL,                      -- the pod's when it was parked
+    op character(1) NOT NULL,
+    shard integer NOT NULL,
+    ids bigint[] NOT NULL,
+    payload jsonb,
+    ts timestamptz NOT NULL,                  -- the pod's
+    tries integer NOT NULL,
+    error text NOT NULL,
+    parked_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX IF NOT EXISTS tube_parked_tube ON tube_parked (tube, parked);
+COMMENT ON TABLE tube_parked IS 'replicad: what failed too often; use tube_parked_list(), _replay() and _drop()';
+
+-- tube_backfill: the latest backfill of each attached table. Written by tube_backfill_step3 and tube_backfill_chunk.
+-- The row of a finished backfill stays until its control pods have left the tube; it shows to which table they belong.
+CREATE TABLE IF NOT EXISTS tube_backfill (
+    tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
+    tbl regclass NOT NULL,
+    shard integer NOT NULL,
+    start_seq text NOT NULL,                  -- of tube_backfill_step1, as in the control pods
+    order_col name NOT NULL,
+    after_value text,                         -- order_col of the last id that is in the tube; NULL: none, or it is NULL
+    after_id bigint,                          -- that id; NULL: none yet
+    shards integer[] NOT NULL,                -- those with a backfill_start pod
+    ids bigint NOT NULL DEFAULT 0,            -- how many are in the tube
+    approx_ids bigint,                        -- how many there are, by the planner's statistics
+    finished boolean NOT NULL DEFAULT false,
+    started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tube, tbl)
+);
+COMMENT ON TABLE tube_backfill IS 'replicad: progress of backfills';
+
+-- tube_report: the last report of each reader of a tube. Written by tube_report_put.
+CREATE TABLE IF NOT EXISTS tube_report (
+    tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
+    reporter text NOT NULL,                   -- who counts: a pipeline, say
+    counts jsonb NOT NULL,
+    reported_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (tube, reporter)
+);
+COMMENT ON TABLE tube_report IS 'replicad: what readers of tubes have counted';
+
+-- tube_shard: the shards of which pods have left a tube, so the shards of which a downstream may hold rows. A backfill
+-- of a table with routing asks for their garbage, also if the table has no more row in a shard. Written by tube_remove,
+-- tube_remove_range and tube_park, and not by the triggers: it costs writers nothing. An ack must not wait here while it
+-- holds pods or its lease, and others wait for them. So there is no foreign key and no unique key: transactions that note
+-- a shard at the same time leave two rows.
+CREATE TABLE IF NOT EXISTS tube_shard (
+    tube text NOT NULL,
+    shard integer NOT NULL
+);
+CREATE INDEX IF NOT EXISTS tube_shard_noted ON tube_shard (tube, shard);
+COMMENT ON TABLE tube_shard IS 'replicad: the shards of which a downstream may hold rows';
+
+-- tube_low: low-water marks. A partition has no pod of that kind at or below seq, and none can appear there, so every
+-- read begins behind it. Otherwise a read from the start passes all index entries of pods that were acked and that
+-- VACUUM may not remove yet, because some transaction holds an old snapshot. Written by tube_low_raise.
+-- It is changed once in thousands of acks, since its own old rows stay as long as those of the pods. There is no foreign
+-- key: an ack must not wait for who alters the tube.
+CREATE TABLE IF NOT EXISTS tube_low (
+    tube text NOT NULL,
+    partitions integer NOT NULL,
+    partition integer NOT NULL,
+    backfill boolean NOT NULL,                -- the mark of backfill pods, or of regular ones
+    seq bigint NOT NULL,
+    PRIMARY KEY (tube, partitions, partition, backfill)
+);
+COMMENT ON TABLE tube_low IS 'replicad: below which seq a partition has no pods any more';

@@ -1,0 +1,325 @@
+-- The triggers that note changes of attached tables, and their functions: one for each tube, predicate and owner.
+
+-- tube_noted_sql(tube, insertion): an INSERT of a trigger function with a comment. Writes nothing itself.
+-- A column that the statement names may be renamed, dropped or get another type. Then each write of the table fails, and
+-- Postgres shows the statement. So whoever writes learns what to do. A write that succeeds pays nothing for it; a block
+-- with EXCEPTION would cost each of them a subtransaction.
+CREATE OR REPLACE FUNCTION tube_noted_sql(tube text, insertion text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT E'\n        INSERT ' || format(
+        '/* This records this write in tube %1$s of replicad. If it fails, a column of the table was renamed, dropped or '
+        'has another type. Attach the table again with a --predicate and --routing that fit: replicad tubes attach %1$s '
+        'TABLE; or stop recording it: replicad tubes detach %1$s TABLE */',
+        replace(replace(tube, '*/', '* /'), '/*', '/ *'))  -- comments nest
+        || substr(ltrim(insertion, E' \n'), length('INSERT') + 1)
+$$;
+
+-- tube_few_sql(tube, op, rows, rows_before): the statement for the usual case: at most 16 rows of one shard become one
+-- pod with one plain INSERT. For no rows, for more rows, and if rows_before (a query like rows, or NULL) returns other
+-- ids, it inserts nothing and FOUND is false. Writes nothing itself.
+CREATE OR REPLACE FUNCTION tube_few_sql(tube text, op text, rows text, rows_before text) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT tube_noted_sql(tube, format($sql$
+        INSERT INTO %1$s (op, shard, ids)
+        SELECT %2$s, TG_ARGV[0]::integer, few.ids
+        FROM (SELECT ARRAY(%3$s LIMIT 17) AS ids%4$s OFFSET 0) AS few
+        WHERE cardinality(few.ids) BETWEEN 1 AND 16%5$s;
+        IF FOUND THEN
+            RETURN NULL;
+        END IF;
+    $sql$, tube_relation(tube), op, rows,
+        ', ARRAY(' || rows_before || ' LIMIT 17) AS ids_before',
+        CASE WHEN rows_before IS NOT NULL THEN ' AND few.ids = few.ids_before' END))
+$$;
+
+-- tube_many_sql(tube, op, rows, rows_before, touched): the statements for what tube_few_sql leaves over: the ids of at
+-- most a million rows of one shard are collected in one array, which is cut into pods of 250. For no rows in the
+-- transition table `touched` the trigger function ends there. For more rows, and if rows_before returns other ids,
+-- they insert nothing and the function goes on. Writes nothing itself.
+--
+-- This takes a quarter of the time of tube_insert_sql, which numbers, sorts and groups the rows, and which has no
+-- bound. For a single row it takes a tenth more than tube_few_sql.
+CREATE OR REPLACE FUNCTION tube_many_sql(tube text, op text, rows text, rows_before text, touched text) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT tube_noted_sql(tube, format($sql$
+        INSERT INTO %1$s (op, shard, ids)
+        SELECT %2$s, TG_ARGV[0]::integer, cut.ids[cut.k:cut.k + 249]
+        FROM (
+            SELECT many.ids, generate_series(1, cardinality(many.ids), 250) AS k
+            FROM (SELECT ARRAY(%3$s LIMIT 1000001) AS ids%4$s OFFSET 0) AS many
+            WHERE cardinality(many.ids) <= 1000000%5$s
+        ) AS cut;
+        IF FOUND OR NOT EXISTS (SELECT FROM %6$s) THEN
+            RETURN NULL;
+        END IF;
+    $sql$, tube_relation(tube), op, rows,
+        ', ARRAY(' || rows_before || ' LIMIT 1000001) AS ids_before',
+        CASE WHEN rows_before IS NOT NULL THEN ' AND many.ids = many.ids_before' END, touched))
+$$;
+
+-- tube_trigger_body(tube, predicate, routing): the source of the trigger function that inserts pods for the rows of a
+-- statement. predicate is the result of tube_where. The function gets the shard as its argument. Writes nothing itself.
+--
+-- An update touches the new rows. If a row no longer passes the predicate, or has another shard or id, the old row is
+-- touched too, because the downstream must delete it.
+-- variable_conflict use_column: a column of the table may have the name of a variable.
+CREATE OR REPLACE FUNCTION tube_trigger_body(tube text, predicate text, routing text) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $outer$
+DECLARE
+    rows_now text := tube_rows_sql('tube_new_rows', predicate, routing);
+    rows_before text := tube_rows_sql('tube_old_rows', predicate, routing);
+    rows_either text := format('(%1$s) UNION ALL ((%2$s) EXCEPT (%1$s))', rows_now, rows_before);
+    event record;
+    body text := '';
+BEGIN
+    FOR event IN SELECT * FROM (VALUES
+        ('UPDATE', 'U', rows_now, rows_either, rows_before, 'tube_new_rows'),
+        ('INSERT', 'I', rows_now, rows_now, NULL, 'tube_new_rows'),
+        ('DELETE', 'D', rows_before, rows_before, NULL, 'tube_old_rows')
+    ) AS e (name, op, few, rows, few_before, touched) LOOP
+        body := body || format(E'    IF TG_OP = %L THEN%s%s;\n        RETURN NULL;\n    END IF;\n',
+            event.name,
+            CASE WHEN routing IS NULL THEN
+                tube_few_sql(tube, tube_op_sql(quote_literal(event.op)), event.few, event.few_before)
+                || tube_many_sql(tube, tube_op_sql(quote_literal(event.op)), event.few, event.few_before, event.touched)
+            END,
+            tube_noted_sql(tube, tube_insert_sql(tube, tube_op_sql(quote_literal(event.op)), 'TG_ARGV[0]::integer',
+                event.rows, routed => routing IS NOT NULL)));
+    END LOOP;
+    RETURN format(E'\n#variable_conflict use_column\nBEGIN\n%s    RETURN NULL;\nEND\n', body);
+END
+$outer$;
+
+-- tube_trigger_ensure(tube, predicate, routing, path, tbl): creates the trigger function for attachments with their own
+-- predicate and routing (NULL: none; their names are looked up in path) and returns its quoted name. Attachments with
+-- the same predicate, routing and path share one function; those without any use {tube}_trigger. Writes that function.
+--
+-- The function runs with its owner's rights, so that users who write to the table need no rights on the tube. It belongs to
+-- the owner of tbl, whose code predicate, routing and the type of id may run, and who gets the right to insert pods (which
+-- {tube}_touch gives everybody); without tbl, and where tube_runs_as() says so, to us. It refers to replicad's objects with
+-- their schema; its search_path is that of the expressions.
+CREATE OR REPLACE FUNCTION tube_trigger_ensure(
+    tube text, predicate text, routing text, path name[], tbl regclass = NULL
+) RETURNS text
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_find(tube);
+    owner oid := tube_runs_as(tbl);
+    own boolean := predicate IS NOT NULL OR routing IS NOT NULL OR owner IS NOT NULL;
+    hash text := left(md5(concat_ws(E'\n', coalesce(predicate, '-'), coalesce(routing, '-'), path::text,
+        pg_get_userbyid(owner))), 12);
+    name text := tube_object_name(tube, CASE WHEN own THEN '_trigger_' || hash ELSE '_trigger' END);
+    body text := tube_trigger_body(tube, tube_where(t.predicate, predicate), routing);
+    setting text := tube_path_text(CASE WHEN own THEN t.path || path ELSE t.path END);
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_proc p
+            WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
+            AND p.prosrc = body AND p.proconfig = ARRAY['search_path=' || setting] AND p.prosecdef
+            AND p.proowner = coalesce(owner, p.proowner)
+            AND obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube) THEN
+        EXECUTE format('CREATE OR REPLACE FUNCTION %I() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
+            ' SET search_path = %s AS %L', name, setting, body);
+        EXECUTE format('REVOKE EXECUTE ON FUNCTION %I() FROM PUBLIC', name);
+        EXECUTE format('COMMENT ON FUNCTION %I() IS %L', name, 'replicad: touches tube ' || tube);
+        IF NOT own AND t.predicate IS NULL THEN  -- nobody's code is in it
+            PERFORM tube_belong(format('FUNCTION %I()', name));
+        ELSIF owner IS NOT NULL THEN
+            PERFORM tube_give(format('%I.%I()', current_schema(), name), owner);
+            EXECUTE format('GRANT USAGE ON SCHEMA %I TO %I', current_schema(), pg_get_userbyid(owner));
+            EXECUTE format('GRANT USAGE ON SEQUENCE tube_seq TO %I', pg_get_userbyid(owner));
+            EXECUTE format('GRANT INSERT (op, shard, ids, payload) ON %I TO %I', tube, pg_get_userbyid(owner));
+        END IF;
+    END IF;
+    RETURN format('%I.%I', current_schema(), name);
+END
+$$;
+
+-- tube_trigger_sweep(tube): drops the tube's trigger functions that no trigger uses, except {tube}_trigger.
+CREATE OR REPLACE FUNCTION tube_trigger_sweep(tube text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    stale regprocedure;
+BEGIN
+    FOR stale IN SELECT p.oid FROM pg_proc p
+        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+            AND p.proname <> tube_object_name(tube, '_trigger')
+            AND obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube
+            AND NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgfoid = p.oid)
+    LOOP
+        EXECUTE format('DROP FUNCTION %s', stale);
+    END LOOP;
+END
+$$;
+
+-- tube_truncate_trigger(tube): BEFORE TRUNCATE trigger of attached tables; touches every id of the table as deleted.
+-- Writes the tube. Postgres fires it for each partition or heir that a TRUNCATE reaches, so each table touches its own
+-- rows, and those of partitions or heirs that were created after the attachment and have no trigger yet.
+--
+-- It reads the table with the rights of the table's owner. If row security would hide rows, it fails instead of missing them.
+--
+-- TRUNCATE removes all rows, but a transaction above READ COMMITTED reads with its snapshot, in which rows that were
+-- committed later are missing. Their ids would not be touched, so there TRUNCATE is refused (RT005). Nothing in SQL shows
+-- whether the snapshot is as new as the lock.
+CREATE OR REPLACE FUNCTION tube_truncate_trigger() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
+DECLARE
+    a tube_attachment;
+    t tube_registry;
+    source text;
+    rows text;
+    touch text;
+BEGIN
+    SELECT * INTO a FROM tube_attachment x WHERE x.tube = TG_ARGV[0] AND x.tbl = TG_RELID;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    ELSIF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        PERFORM tube_refuse('RT005',
+            format('table %s is attached to tube %L, so TRUNCATE needs the isolation level READ COMMITTED, and this '
+                'transaction is %s: rows that were committed after it began would be removed and not recorded',
+                TG_RELID::regclass, a.tube, upper(current_setting('transaction_isolation'))),
+            'run TRUNCATE in a transaction of its own at READ COMMITTED, or use DELETE');
+    END IF;
+    t := tube_find(a.tube);
+    SELECT format('(SELECT * FROM %s WHERE tableoid = ANY (%L::oid[]))', tube_qualified(TG_RELID), array_agg(m::oid))
+        INTO source
+        FROM tube_members(TG_RELID) m
+        WHERE m = TG_RELID OR NOT EXISTS (SELECT FROM tube_attachment x WHERE x.tube = a.tube AND x.tbl = m);
+    rows := tube_rows_sql(source, tube_where(t.predicate, a.predicate), a.routing);
+    IF tube_runs_as(TG_RELID) IS NOT NULL THEN
+        rows := format('SELECT r.tube_shard, r.id FROM %I.tube_owner_rows(%L::oid::regclass, %L, %L) AS r', current_schema(),
+            TG_RELID, format('SELECT %s AS tube_shard, found.id, 0 AS n FROM (%s) AS found',
+                CASE WHEN a.routing IS NULL THEN 'NULL' ELSE 'found.tube_shard' END, rows),
+            tube_path_text(t.path || a.path));
+    END IF;
+    touch := tube_insert_sql(a.tube, tube_op_sql('''D'''), a.shard::text, rows, routed => a.routing IS NOT NULL);
+    PERFORM set_config('search_path', tube_path_text(t.path || a.path), true);
+    EXECUTE touch;
+    RETURN NULL;
+END
+$$;
+REVOKE EXECUTE ON FUNCTION tube_truncate_trigger() FROM PUBLIC;
+
+-- tube_infer_shard(tbl): the number at the end of the name of the table's schema, or NULL. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_infer_shard(tbl regclass) RETURNS integer
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT CASE WHEN digits::numeric <= 2147483647 THEN digits::numeric::integer END
+    FROM (
+        SELECT substring(n.nspname FROM '[0-9]+$') AS digits
+        FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = tbl
+    ) AS schema_name
+$$;
+
+-- tube_check_table(tube, tbl): raises RT005 if a table or one of its partitions cannot be attached. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_check_table(tube text, tbl regclass) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    fault text;
+BEGIN
+    SELECT CASE
+            WHEN c.relnamespace = quote_ident(current_schema())::regnamespace AND (
+                c.relname IN (SELECT r.tube FROM tube_registry r) OR c.relname IN ('tube_registry', 'tube_attachment',
+                    'tube_lease', 'tube_parked', 'tube_backfill', 'tube_report', 'tube_shard', 'tube_low',
+                    'tube_version')
+            ) THEN 'it is a table of the tubes themselves'
+            WHEN c.relpersistence = 't' THEN 'it is temporary'
+            WHEN c.relkind NOT IN ('r', 'p') THEN 'it is no ordinary or partitioned table'
+            WHEN i.atttypid IS NULL THEN 'it has no column called id'
+            WHEN i.atttypid NOT IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype) THEN
+                format('its id is %s and not bigint', format_type(i.atttypid, i.atttypmod))
+            WHEN c.oid <> tube_check_table.tbl AND a.root = a.tbl THEN 'it is attached by itself'
+            WHEN a.root <> tube_check_table.tbl THEN format('it is attached through %s', a.root)
+            WHEN NOT has_table_privilege(f.proowner, c.oid, 'SELECT') THEN
+                format('%s, who owns these functions, may not read it; run: GRANT %s TO %1$s', f.proowner::regrole, CASE
+                    WHEN (SELECT r.rolsuper FROM pg_roles r WHERE r.oid = c.relowner) THEN format('SELECT ON %s', c.oid::regclass)
+                    ELSE c.relowner::regrole::text END)
+        END || CASE WHEN c.oid <> tube_check_table.tbl THEN format(' (partition %s)', c.oid::regclass) ELSE '' END
+        INTO fault
+        FROM tube_members(tbl) m JOIN pg_class c ON c.oid = m
+            JOIN pg_proc f ON f.oid = to_regprocedure('tube_truncate_trigger()')
+            LEFT JOIN pg_attribute i ON i.attrelid = c.oid AND i.attname = 'id' AND NOT i.attisdropped
+            LEFT JOIN tube_attachment a ON a.tube = tube_check_table.tube AND a.tbl = c.oid
+        ORDER BY 1 LIMIT 1;
+    IF fault IS NOT NULL THEN
+        PERFORM tube_refuse('RT005', format('table %s cannot be attached to tube %L: %s', tbl, tube, fault),
+            'a table of a tube is ordinary or partitioned, has an id of type bigint, integer or smallint, may be read'
+            ' by the owner of the tubes, and is attached to a tube once');
+    END IF;
+END
+$$;
+
+-- tube_trigger_name(tbl, tube, moment): {table}_{tube}_{moment}_trigger. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_trigger_name(tbl regclass, tube text, moment text) RETURNS name
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT tube_object_name(format('%s_%s', c.relname, tube), format('_%s_trigger', moment))
+    FROM pg_class c WHERE c.oid = tbl
+$$;
+
+-- tube_triggers_of(tube, tbl): the tube's triggers on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE, 32 TRUNCATE),
+-- the function, its argument, and whether it fires. They are found by the functions that they call, because a table
+-- and its triggers can be renamed. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_triggers_of(tube text, tbl regclass)
+RETURNS TABLE (name name, event integer, function regprocedure, argument text, fires boolean)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT g.tgname, g.tgtype & 60, p.oid::regprocedure,
+        CASE WHEN g.tgnargs = 1 THEN
+            convert_from(substring(g.tgargs FROM 1 FOR length(g.tgargs) - 1), getdatabaseencoding()) END,
+        g.tgenabled IN ('O', 'A') AND g.tgqual IS NULL AND g.tgtype & 1 = 0
+    FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
+    WHERE g.tgrelid = $2 AND p.pronamespace = quote_ident(current_schema())::regnamespace
+        AND (obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || $1
+            OR p.proname = 'tube_truncate_trigger'
+                AND g.tgargs = convert_to($1, getdatabaseencoding()) || decode('00', 'hex'))
+$$;
+
+-- tube_triggers_ensure(tube, tbl, function, shard): makes the tube have exactly one trigger for each event on one table:
+-- it keeps one that is as wanted, whatever its name, or replaces one, drops others, and creates what is
+-- missing, under another name if a trigger that is not the tube's has its name. Writes triggers.
+CREATE OR REPLACE FUNCTION tube_triggers_ensure(tube text, tbl regclass, function text, shard integer) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    wanted record;
+    present record;
+    replaced name;
+    kept boolean;
+BEGIN
+    FOR wanted IN
+        SELECT tube_trigger_name(tbl, tube, w.moment) AS name, w.*, to_regprocedure(w.function || '()') AS called
+        FROM (VALUES
+            (4, 'after_insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS tube_new_rows', function, shard::text),
+            (16, 'after_update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS tube_new_rows OLD TABLE AS tube_old_rows',
+                function, shard::text),
+            (8, 'after_delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS tube_old_rows', function, shard::text),
+            (32, 'before_truncate', 'BEFORE TRUNCATE', '', format('%I.tube_truncate_trigger', current_schema()), tube)
+        ) AS w (bit, moment, event, transitions, function, argument)
+    LOOP
+        replaced := NULL;
+        kept := false;
+        FOR present IN SELECT * FROM (
+            SELECT x.*, x.fires AND (x.function, x.argument) = (wanted.called, wanted.argument) AS fits
+            FROM tube_triggers_of(tube, tbl) x WHERE x.event = wanted.bit
+        ) AS judged ORDER BY judged.fits DESC NULLS LAST, judged.name
+        LOOP
+            IF kept OR replaced IS NOT NULL THEN
+                EXECUTE format('DROP TRIGGER %I ON %s', present.name, tube_qualified(tbl));
+            ELSIF present.fits THEN
+                kept := true;
+            ELSE
+                replaced := present.name;
+            END IF;
+        END LOOP;
+        CONTINUE WHEN kept;
+        IF replaced IS NULL THEN  -- a trigger of the user may have the name
+            SELECT free.name INTO replaced
+                FROM generate_series(1, 1000) AS n, LATERAL (
+                    SELECT CASE WHEN n = 1 THEN wanted.name
+                        ELSE tube_trigger_name(tbl, tube, wanted.moment || '_' || n) END AS name) AS free
+                WHERE NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgname = free.name)
+                ORDER BY n LIMIT 1;
+        END IF;
+        -- Replacing a trigger enables it, and does not make readers of the table wait as DROP TRIGGER does.
+        EXECUTE format('CREATE OR REPLACE TRIGGER %I %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION %s(%L)',
+            replaced, wanted.event, tube_qualified(tbl), wanted.transitions, wanted.function,
+            wanted.argument);
+    END LOOP;
+END
+$$;

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from replicad.postgres.literals import quote_ident, quote_literal
 
@@ -77,16 +77,10 @@ def declarations(root: Path = PACKAGE) -> Mapping[Part, Declaration]:
     """Every part of the package by name. A part comes after the parts that it needs."""
     found = [(path.parent, tomllib.loads(path.read_text(encoding="utf-8"))) for path in root.glob("*/sql/part.toml")]
     made = [
-        Declaration(**{**entry, "needs": tuple(entry["needs"]), "files": _listed(folder, entry), "folder": folder})
+        Declaration(**{**entry, "needs": tuple(entry["needs"]), "files": tuple(entry["files"]), "folder": folder})
         for folder, entry in found
     ]
     return {part.name: part for part in sorted(made, key=lambda part: (len(part.needs), part.folder))}
-
-
-def _listed(folder: Path, entry: Mapping[str, Any]) -> tuple[str, ...]:
-    if "files" in entry:
-        return tuple(entry["files"])
-    return tuple(sorted(path.name for path in [*folder.glob("[0-9]*.sql"), *folder.glob("public/*.sql")]))
 
 
 @cache
@@ -97,9 +91,7 @@ def load(root: Path) -> Mapping[str, str]:
     """
     found = {f"schema/{path.name}": path for path in sorted((root / "postgres/sql").glob("*.sql"))}
     for part in declarations(root).values():
-        for name in part.files:
-            path = part.folder / name
-            found[f"{part.name}/{name}"] = path if path.exists() else part.folder / "public" / name
+        found |= {f"{part.name}/{name}": part.folder / name for name in part.files}
         others = [part.folder / name for name in (_DOWN, "released.json")]
         found |= {f"{part.name}/{path.name}": path for path in others if path.exists()}
         found |= {f"{part.name}/upgrade/{path.name}": path for path in part.folder.glob("upgrade/*.sql")}

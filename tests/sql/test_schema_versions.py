@@ -86,7 +86,7 @@ async def before(
 def next_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the programs have a further version of each part: a column, a table and a function are new."""
     texts = dict(schema_text.load(schema_text.PACKAGE))
-    path = "stream/010_stream.sql"
+    path = "stream/tables.sql"
     head, _, rest = texts[path].partition("\n);")
     comment = head.rindex("  --")
     texts[path] = f"{head[:comment]},{head[comment:]}\n    made_up integer NOT NULL DEFAULT 7\n);{rest}"
@@ -97,8 +97,8 @@ def next_version(monkeypatch: pytest.MonkeyPatch) -> None:
             f"{declared.version}": asdict(schema_text.created(part)),
         }
         texts[f"{part}/released.json"] = json.dumps(names)
-        texts[f"{part}/011_made_up.sql"] = f"CREATE TABLE IF NOT EXISTS {part}_made_up (id bigint PRIMARY KEY);"
-        texts[f"{part}/999_made_up.sql"] = (
+        texts[f"{part}/made_up.sql"] = f"CREATE TABLE IF NOT EXISTS {part}_made_up (id bigint PRIMARY KEY);"
+        texts[f"{part}/made_up_count.sql"] = (
             f"CREATE OR REPLACE FUNCTION {part}_made_up_count() RETURNS bigint\n"
             f"LANGUAGE sql AS 'SELECT count(*) FROM {part}_made_up';"
         )

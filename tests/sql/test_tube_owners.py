@@ -154,6 +154,6 @@ async def test_a_role_that_is_no_member_of_the_owner_is_told_which_grant_is_miss
 def test_readers_of_streams_and_of_tubes_have_the_same_body() -> None:
     texts = [
         (PACKAGE / file).read_text(encoding="utf-8").split("$body$")[1]
-        for file in ("streams/sql/125_stream_reader_body.sql", "tubes/sql/owners.sql")
+        for file in ("streams/sql/readers.sql", "tubes/sql/owners.sql")
     ]
     assert texts[0] == texts[1]

@@ -29,12 +29,12 @@ COMMENT = re.compile(r"(?:^|\s)#\s?(.*)")
 PAGE = re.compile(r"\b(?:docs/[\w./-]+\.(?:md|py)|protocol\.md|README\.md|CHANGELOG\.md|CONTRIBUTING\.md)")
 CODE = re.compile(r"(?<![\w./*-])((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|sql))\b")
 IN_PAGES = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sql|toml|json))`")
-PLACEHOLDER = re.compile(r"^synapse/|NNN_|/N\.sql|^sql/part\.toml$")  # files of others, and forms of names
+PLACEHOLDER = re.compile(r"^synapse/|/N\.sql|^sql/part\.toml$")  # files of others, and forms of names
 WHERE = ROOT / "docs/where.md"
 ROOTS = (PACKAGE, ROOT / "tests", ROOT)  # of the files in it
 FILE = re.compile(r"[\w./*<>-]+\.(?:py|sql|js|lua|json|toml|md)")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
-FORM = re.compile(r"<|NNN_|^sql/upgrade/N\.sql$")  # forms of names
+FORM = re.compile(r"<|^sql/upgrade/N\.sql$")  # forms of names
 KEYS = {"schema/up.sql", "tube/tables.sql"}  # of the texts of SQL parts (schema_text.load): no paths
 
 

@@ -8,8 +8,9 @@ Three forms, for streams whose method is reservation:
   any event loop. The id is complete when that transaction ends.
 - `blocking_writer.py`: the same two for programs without async.
 
-An advisory lock of the session protects the ids (streams/sql/public/150_stream_reserve.sql). Postgres releases it when
-the writer's session ends, and the table refuses an id without a lock. So writers need not be registered or removed.
+An advisory lock of the session protects the ids (stream_reserve in streams/sql/reservation.sql). Postgres releases it
+when the writer's session ends, and the table refuses an id without a lock. So there is no need to register or to remove
+writers.
 """
 
 from __future__ import annotations

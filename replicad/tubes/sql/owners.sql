@@ -1,6 +1,6 @@
 -- Predicates, routings and even the planning of a query on a table run code of the table's owner. So they run with the
 -- rights of the owner: in trigger functions that belong to him, and in readers, which are functions that run a query as
--- their owner. replicad/streams/sql/public/126_stream_reader_ensure.sql says what a reader prevents, and how.
+-- their owner. stream_reader_ensure in replicad/streams/sql/readers.sql says what a reader prevents, and how.
 
 -- tube_runs_as(tbl): the owner of a table as whom code on it must run; NULL where the asking role runs it itself: it is
 -- the owner, or the owner is a superuser. Writes nothing.

@@ -84,13 +84,13 @@ SELECT
 -- $1 oid[]: watched tables. $2 oid[]: watched sequences. $3 oid[]: those of the tables from which the sessions of this
 -- process that $4 (pids) and $5 (their starts) name only delete: there these do not count. Every other session counts,
 -- whatever it calls itself; so does any of these on any other table (a trigger on DELETE may insert there).
--- $6 boolean: whether reservations count only with a proof (a second advisory lock, streams/sql/109_stream_prove.sql); its
+-- $6 boolean: whether reservations count only with a proof (a second advisory lock, streams/sql/proofs.sql); its
 -- secret is {key}. A secret that is NULL (missing, or it may not be read) makes every reservation count.
 -- $7 oid[]: sequences that give ids to one of the tables only; $8 oid[]: that table. Who has taken an id of such a sequence
 -- holds it: nextval() locks the sequence until the transaction ends, also where the id was taken before the INSERT, within
 -- a savepoint that was rolled back, or for a table that becomes a partition in the same transaction.
 -- {moved}: relations whose name leads to another one, and sequences that feed other columns than before ($9 to $13 are
--- the arguments of streams/sql/118_stream_moved.sql). Why it is enough to look here, with a snapshot that is later than the
+-- the arguments of stream_moved in streams/sql/faults.sql). Why it is enough to look here, with a snapshot that is later than the
 -- last values: docs/positions.md, "The name that was given".
 -- At least one row; `holder` is NULL when nobody holds anything. A row per holder and watched table (`watched`) or
 -- reservation (`number`, `bound`; the encoding is in horizon.py). `unfit`: sequences that no longer hand out ids one by

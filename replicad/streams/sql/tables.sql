@@ -1,0 +1,178 @@
+-- The tables of all streams, and of the daemons that serve them.
+
+-- stream: the registry, one row per stream. Written by stream_add, stream_remove, stream_max_row and stream_trim.
+CREATE TABLE IF NOT EXISTS stream (
+    number smallint PRIMARY KEY CHECK (number BETWEEN 1 AND 8191),  -- stands in the keys of advisory locks
+    name text NOT NULL UNIQUE,
+    relation regclass NOT NULL,
+    id_column name NOT NULL,
+    instance_column name,                     -- NULL: one writer, called master
+    row_sql text,                             -- NULL: the whole row as a JSON object
+    row_type text NOT NULL,                   -- json, jsonb or text: what row_sql yields
+    method text NOT NULL CHECK (method IN ('lock_watch', 'reservation', 'positions_table')),
+    sequence regclass NOT NULL,
+    positions regclass,                       -- where the writers publish, for positions_table
+    setting text NOT NULL,                    -- transaction-local memory of a reservation, of a name nobody else uses
+    trimmed_upto bigint,                      -- ids up to here are gone on purpose; a token below has missed rows
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- bytes of the longest line that the stream may send; 64 MiB is what clients take at most
+    max_row integer NOT NULL DEFAULT 67108864 CHECK (max_row BETWEEN 1024 AND 67108864),
+    fed boolean NOT NULL DEFAULT false,       -- when it was added, the sequence was the one that feeds the column
+    -- the schema and the name that the table, the sequence and the table of positions had when the stream was added: what the
+    -- user meant. Where they lead to another relation now, the stream stops (stream_name_fault). NULL: not compared
+    relation_named text[],
+    sequence_named text[],
+    positions_named text[],
+    also_feeds regclass[] NOT NULL DEFAULT '{}',  -- the other tables that the sequence fed then
+    parted oid[] NOT NULL DEFAULT '{}'  -- tables that were partitions or heirs, and draw from the sequence still
+);
+COMMENT ON TABLE stream IS 'replicad: the registered streams; use stream_add() and stream_remove()';
+
+-- stream_writer: the small persistent number of each writer of a stream, which vector tokens are made of.
+CREATE TABLE IF NOT EXISTS stream_writer (
+    stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    number integer NOT NULL CHECK (number BETWEEN 1 AND 999999999),
+    name text NOT NULL,                       -- as stream_instance() writes it
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (stream, number),
+    UNIQUE (stream, name),
+    retired_at timestamptz                    -- an operator has said that it writes no more; its number stays taken
+);
+COMMENT ON TABLE stream_writer IS 'replicad: numbers of writers, stable for the life of the stream';
+
+-- stream_position: how far each stream was published last. Written about once a second by every daemon that serves it,
+-- read by a daemon that starts: what was published once is taken back only by a new generation, which begins here.
+CREATE TABLE IF NOT EXISTS stream_position (
+    stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    writer integer NOT NULL,                  -- a number of stream_writer; 0: all writers together (linear)
+    position bigint NOT NULL,
+    published_at timestamptz NOT NULL,
+    PRIMARY KEY (stream, writer)
+);
+ALTER TABLE stream_position SET (fillfactor = 50);  -- updated in place, again and again
+COMMENT ON TABLE stream_position IS 'replicad: last published position per stream and writer (0: linear)';
+
+-- stream_mark: where a stream stood at a time, at most once a minute for a day and once an hour before that. Turns an
+-- age into an id for tables that have no column of time. Written by stream_note, cut by stream_trim.
+CREATE TABLE IF NOT EXISTS stream_mark (
+    stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    at timestamptz NOT NULL,
+    position bigint NOT NULL,
+    hourly boolean NOT NULL,                  -- the first of its hour: kept when the others go
+    PRIMARY KEY (stream, at)
+);
+COMMENT ON TABLE stream_mark IS 'replicad: positions of the past, to trim by age';
+
+-- stream_ack: up to which token each sender has acknowledged a stream by FEDERATION_ACK. Written by stream_ack_note.
+CREATE TABLE IF NOT EXISTS stream_ack (
+    stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    instance text COLLATE "C" NOT NULL,
+    token bigint NOT NULL,
+    generation text NOT NULL,                 -- in which the token holds
+    acked_at timestamptz NOT NULL,
+    PRIMARY KEY (stream, instance)
+);
+ALTER TABLE stream_ack SET (fillfactor = 50);  -- updated in place, again and again
+COMMENT ON TABLE stream_ack IS 'replicad: what senders have acknowledged';
+
+-- stream_skip: ids that an operator has taken out of a stream, because their rows cannot be read or are too long. Readers
+-- are never sent them. Written by stream_skip_id, read with the registry.
+CREATE TABLE IF NOT EXISTS stream_skip (
+    stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    id bigint NOT NULL,
+    reason text NOT NULL,                     -- what was wrong with the row, as far as it was known
+    skipped_by text NOT NULL DEFAULT session_user,
+    skipped_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (stream, id)
+);
+COMMENT ON TABLE stream_skip IS 'replicad: rows that an operator has taken out of a stream';
+
+-- stream_trouble: what daemons report to be wrong at this moment, of streams, tubes and themselves. Each daemon replaces
+-- its rows every few seconds; rows that were not refreshed for 15 s are of a daemon that is no longer running.
+-- Written by stream_trouble_write, read by stream_troubles. UNLOGGED: after a crash the daemons write it anew.
+CREATE UNLOGGED TABLE IF NOT EXISTS stream_trouble (
+    daemon text NOT NULL,
+    kind text NOT NULL,                       -- stream, tube, service, ...
+    name text NOT NULL,                       -- of the stream, the tube, the service
+    cause text NOT NULL,                      -- the work that fails: registry, copy, ...
+    code text NOT NULL,
+    reason text NOT NULL,
+    since timestamptz NOT NULL,
+    seen_at timestamptz NOT NULL,
+    PRIMARY KEY (daemon, kind, name, cause)
+);
+COMMENT ON TABLE stream_trouble IS 'replicad: what running daemons report to be wrong';
+
+-- stream_generation: the generations of each stream. A generation is a stretch of history in which no position was taken
+-- back. The one with the highest number is the present one. `incarnation`, `relation`, `sequence` and `file` are the
+-- server, the table, the sequence and the sequence's file in which it is valid: where one of them is another, history may
+-- have forked. `table_files` helps to tell the two changes of a sequence's file apart: TRUNCATE ... RESTART IDENTITY
+-- replaces the files of the table too, ALTER SEQUENCE does not. Written by stream_add and stream_fork, read by every daemon once a second. docs/positions.md explains it.
+CREATE TABLE IF NOT EXISTS stream_generation (
+    stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    number integer NOT NULL,
+    id text NOT NULL,                         -- hexadecimal digits; the epoch of tokens
+    began_at bigint NOT NULL,                 -- history up to here is shared with the generation before
+    writers integer[] NOT NULL,               -- numbers of the writers that are ahead of began_at
+    positions bigint[] NOT NULL,              -- and up to where their history is shared
+    reason text NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    incarnation text NOT NULL,
+    relation oid NOT NULL,
+    sequence oid NOT NULL,
+    file oid,
+    table_files text,                         -- of the table's tree, while the sequence had that file: stream_note
+    PRIMARY KEY (stream, number)
+);
+COMMENT ON TABLE stream_generation IS 'replicad: stretches of a stream''s history that did not fork';
+
+-- stream_relay_key: one secret, from which two things are made: the name of the channel on which daemons reach each other by
+-- NOTIFY, and the key with which they sign what they send there. Any role may send on any channel, and the name of a channel is
+-- shown to roles with pg_read_all_stats; the key is not. To change both: DELETE the row and INSERT a new one; the daemons
+-- take it over within 10 s. Written by nobody else, read by stream_relay_channel and stream_relay_secret.
+CREATE TABLE IF NOT EXISTS stream_relay_key (
+    single boolean PRIMARY KEY DEFAULT true CHECK (single),
+    key text NOT NULL DEFAULT replace(gen_random_uuid()::text || gen_random_uuid()::text, '-', '') CHECK (length(key) >= 32)
+);
+COMMENT ON TABLE stream_relay_key IS 'A secret of the daemons: nobody else may read it';
+REVOKE ALL ON stream_relay_key FROM PUBLIC;
+INSERT INTO stream_relay_key DEFAULT VALUES ON CONFLICT DO NOTHING;
+
+-- stream_reservation_key: one secret, from which the proofs of reservations are made (stream_prove). Read by that function,
+-- which runs with its owner's rights, and by daemons. It must stay the same while ids are reserved: with another one the
+-- daemons would not know the locks that are held. Written by the installation.
+CREATE TABLE IF NOT EXISTS stream_reservation_key (
+    single boolean PRIMARY KEY DEFAULT true CHECK (single),
+    key bytea NOT NULL DEFAULT sha256(convert_to(gen_random_uuid()::text || gen_random_uuid()::text, 'UTF8'))
+        CHECK (length(key) = 32)
+);
+COMMENT ON TABLE stream_reservation_key IS 'A secret of replicad: no role of a user may read it. Never change it';
+REVOKE ALL ON stream_reservation_key FROM PUBLIC;
+INSERT INTO stream_reservation_key DEFAULT VALUES ON CONFLICT DO NOTHING;
+
+-- stream_daemon: one row for each daemon of this database. It sends a beat every few seconds and removes its row when it
+-- stops; a row without a beat is of a daemon that was killed, or that cannot reach Postgres. Only Postgres' clock takes
+-- part, and nothing but what operators are shown depends on it. `host` is where Postgres sees the daemon; NULL: a socket.
+-- Written by stream_daemon_beat and stream_daemon_leave, read by stream_daemons. UNLOGGED: after a crash of Postgres the
+-- daemons write it anew.
+CREATE UNLOGGED TABLE IF NOT EXISTS stream_daemon (
+    id uuid PRIMARY KEY,
+    name text NOT NULL,                       -- --server-name
+    pid integer NOT NULL,
+    host inet,
+    addresses text[] NOT NULL,                -- where clients connect
+    version text NOT NULL,
+    started_at timestamptz NOT NULL,
+    seen_at timestamptz NOT NULL
+) WITH (fillfactor = 50);
+COMMENT ON TABLE stream_daemon IS 'replicad: the daemons of this database, each with its last beat';
+
+-- stream_kept: the lowest id that each stream's table had when a daemon looked last, and the highest position that was
+-- published by then. Written by stream_keep about once a minute: where the lowest id has grown, rows were removed.
+CREATE TABLE IF NOT EXISTS stream_kept (
+    stream smallint PRIMARY KEY REFERENCES stream ON DELETE CASCADE,
+    generation integer NOT NULL,              -- the number of the one in which it was noted
+    lowest bigint,                            -- NULL: the table was empty
+    published bigint NOT NULL
+);
+COMMENT ON TABLE stream_kept IS 'replicad: the oldest row of each stream, to notice that rows were removed';

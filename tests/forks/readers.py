@@ -30,7 +30,7 @@ AGAIN = 0.1  # seconds between two tries
 BETWEEN = 0.6  # seconds between two pages, and between two micro-batches
 REMEMBERED = 2000  # lines
 EARLIEST = "EARLIEST"
-_REFUSED = re.compile("^replicad: stream (\\S+) cannot be served", re.MULTILINE)
+_REFUSED = re.compile(r"^replicad: .*\bstream (\S+) (?:cannot be served|is locked)", re.MULTILINE)
 VOID = ("bad_token", "token_expired", "token_ahead")
 BROKEN = (OSError, EOFError, AssertionError, trio.BrokenResourceError, trio.TooSlowError, ReplicadError)
 

@@ -2,7 +2,7 @@
 
 The name says who is to blame and `code` is the same thing for machines: it opens the text of an ERROR
 line on the wire (`ERROR lease_held: ...`), it is the `code` field of a log event, and clients turn it
-back into the exception. The message is for people: what was wrong, where, and what to do.
+back into the exception. The message is for people: the fault, its place, and the remedy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Forbidden(ReplicadError):
 
 
 class WrongServer(ReplicadError):
-    """SERVER named another server than the one that was expected."""
+    """SERVER named another server than expected."""
 
     code = "wrong_server"
 
@@ -83,7 +83,7 @@ class RemoteError(ReplicadError):
 
 
 class ServerStopping(ConnectionLost):
-    """The daemon said `ERROR server stopping`: it ends on purpose, reconnect later."""
+    """The daemon sent `ERROR server stopping`: it ends on purpose, reconnect later."""
 
     code = "server_stopping"
 
@@ -95,13 +95,13 @@ class SlowReader(ConnectionLost):
 
 
 class RelayRefused(ReplicadError):
-    """A line that concerns all connections is too long to be passed on to those of other daemons."""
+    """A line that concerns all connections is too long to be passed on to other daemons."""
 
     code = "relay_refused"
 
 
 class RelayGap(ReplicadError):
-    """Messages of another daemon were not heard; nobody sends them again."""
+    """Messages of another daemon were not received; they are not sent again."""
 
     code = "relay_gap"
 
@@ -128,7 +128,7 @@ class PresenceRefused(ReplicadError):
 
 
 class DatabaseError(ReplicadError):
-    """Postgres said no. `__cause__` keeps the driver's error, `sqlstate` its code where there is one."""
+    """Postgres refused a statement. `__cause__` keeps the driver's error, `sqlstate` its code where there is one."""
 
     code = "database"
 
@@ -211,7 +211,7 @@ class BadToken(StreamError):
 
 
 class TokenForked(BadToken):
-    """The history of the stream forked below the token: the rows above the fork are gone, ids may mean other rows.
+    """The history of the stream forked below the token: the rows above the fork are void, ids may mean other rows.
 
     `rewind` is the token to resume with, after the rows above it were discarded. On the wire it is a `bad_token` as
     `forked_text` writes it; a client that does not know of forks begins again.
@@ -232,13 +232,13 @@ def forked_text(stream: str, shared: str, rewind: str) -> str:
 
 
 class TokenAhead(StreamError):
-    """The token lies beyond the stream's position: the reader knows what has not happened."""
+    """The token lies beyond the stream's position: this daemon has not published these ids."""
 
     code = "token_ahead"
 
 
 class TokenExpired(StreamError):
-    """The token is older than what the stream retains: rows after it are gone."""
+    """The token is older than the retained rows: rows after it were removed."""
 
     code = "token_expired"
 
@@ -274,7 +274,7 @@ class TableReplaced(StreamError):
 
 
 class NotOwner(StreamError):
-    """The key is another writer's, or nobody's at this moment; nothing was written.
+    """The key belongs to another writer, or to none at this moment; nothing was written.
 
     `key`, `owner` and `address` are None where they are not known; with an address the write can be sent there.
     """
@@ -330,7 +330,7 @@ class EncodingUnavailable(TubeError):
 
 
 class LeaseHeld(TubeError):
-    """Another holder has the partition (or one that overlaps it)."""
+    """Another holder has the partition (or an overlapping partition)."""
 
     code = "lease_held"
 
@@ -375,7 +375,7 @@ class DownstreamUnavailable(DownstreamError):
 
 
 class RowRefused(DownstreamError):
-    """The downstream does not take a row for what is in it, and would take others."""
+    """The downstream refuses a row because of its content, and would accept others."""
 
     code = "row_refused"
 
@@ -405,7 +405,9 @@ class SparkFailed(ReplicadError):
 
 
 class SparkWorkerLost(SparkFailed):
-    """A Python worker of Spark did not start in time, or died; the next try may find a less busy machine."""
+    """A Python worker of Spark did not start in time, or ended unexpectedly; the next try may find a less busy
+    machine.
+    """
 
     code = "spark_worker_lost"
 
@@ -421,20 +423,22 @@ class FederationError(ReplicadError):
 
 class SenderRefused(FederationError):
     """Another sender runs under that name, the senders do not agree on how they share the destinations, or the stream's
-    ids cannot be those of facts.
+    ids cannot be ids of facts.
     """
 
     code = "sender_refused"
 
 
 class RouteFailed(FederationError):
-    """It cannot be told to which destinations a row goes; the message names the row's token."""
+    """The destinations of a row cannot be determined; the message names the row's token."""
 
     code = "route_failed"
 
 
 class StreamRestarted(FederationError):
-    """The ids of a stream went back, or rows that were not recorded are gone: a person decides where to go on."""
+    """The ids of a stream went back, or rows that were not recorded were removed: an operator decides where to
+    continue.
+    """
 
     code = "stream_restarted"
 

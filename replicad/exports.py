@@ -1,6 +1,6 @@
 """Names of a package that are imported when they are first used.
 
-A program that needs one of the names does not import the others: a client on a Spark executor needs no Postgres driver.
+A program that needs one name does not import the others: a client on a Spark executor needs no Postgres driver.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A line names modules, which are imported when they are needed: `serves` has what the daemon needs of the feature as
 FEATURE, a module in `commands` has a group of the command line as `command`, and one in `desired` has as SECTION what a
-file for `replicad apply` may say of the feature. `schemes` are those of URLs for `open_client`; their module has
+file for `replicad apply` may say of the feature. `schemes` are schemes of URLs for `open_client`; their module has
 `open_target`.
 """
 

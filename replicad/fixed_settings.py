@@ -1,8 +1,8 @@
 """The settings that each session of ours has, whatever is set for the role, the database or the server.
 
 With them the same row is the same text in every session, today and tomorrow (pages of rows are immutable), SQL text
-means the same, and no row is left out in silence. postgres/sql/reader_body.sql has them too: whoever owns a reader can
-attach settings to it. What is not here is looked up as a new session of the role looks it up: `search_path` and
+means the same, and no row is left out in silence. postgres/sql/reader_body.sql has them too: the owner of a reader can
+attach settings to it. All other settings are as in a new session of the role: `search_path` and
 `default_text_search_config` belong to the meaning of an expression for rows.
 """
 

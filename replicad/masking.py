@@ -13,7 +13,7 @@ from typing import Any
 MASK = "***"
 _SECRET_FIELDS = frozenset({"password", "secret", "authorization", "auth_token"})
 _DEPTH = 4  # fields are flat or nearly so; deeper values are rendered by repr() and masked as text
-_NUMBER_BITS = 256  # of a whole number that is shown; one of thousands of digits cannot be rendered at all
+_NUMBER_BITS = 256  # of a whole number that is shown; thousands of digits cannot be rendered at all
 
 _PATTERNS = (
     # postgresql://user:password@host: greedy up to the last @ before the path, since passwords may hold one unescaped
@@ -82,5 +82,5 @@ def _number(value: float | None) -> object:
 def _text(value: object) -> str:
     try:
         return visible(mask_secrets(str(value)))
-    except Exception as error:  # noqa: BLE001 - an event is not lost because one of its values has no text
+    except Exception as error:  # noqa: BLE001 - an event is not lost because a value has no text
         return f"a {type(value).__name__} that has no text ({type(error).__name__})"

@@ -58,7 +58,7 @@ class Retries:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`first` and `cap` are those of Backoff."""
+        """`first` and `cap`: see Backoff."""
         self._backoff = Backoff(first, cap, jitter=0.0)
         self._left = most
         self._now, self._sleep = now, sleep

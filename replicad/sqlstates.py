@@ -10,7 +10,7 @@ from typing import Final
 
 Meaning = tuple[str, ...]
 
-# --- what was asked for ---
+# --- the request ---
 
 MISSING: Final[Meaning] = ("42P01", "3F000", "42883", "42704")
 """A table, schema, function or other object does not exist."""
@@ -93,5 +93,5 @@ TRANSIENT: Final[Meaning] = ("08", "53", "57P", "40")
 
 
 def means(state: str | None, meaning: Meaning) -> bool:
-    """Whether an SQLSTATE has that meaning; an error without one has none."""
+    """Whether an SQLSTATE has that meaning; an error without an SQLSTATE has no meaning."""
     return state is not None and state.startswith(meaning)

@@ -6,7 +6,7 @@
    Rows are numbers that are never used twice, so that a row with the id of an earlier one can be told from it. Writers
    commit in the order of their ids here: LockWatch.tla is about the other half of the problem.
 
-   Assumed of Postgres, each with a test that docs/positions.md names under "What is assumed":
+   Assumed of Postgres, each with a test that docs/positions.md names under "Assumptions":
    one_history, files_show_restarts, restored_tables_are_others, first_id_is_logged, crashes_show.
 
    `Off` is the set of rules that are switched off: {} in all_rules_*.cfg, one rule in every without_*.cfg. *)

@@ -7,7 +7,7 @@
    are never given twice. All that is ever asked of them is whether they are those of the present lease; so the model
    keeps that answer instead of the number, and needs no bound on how often leases are claimed and renewed.
 
-   Assumed of Postgres, each with a test that docs/positions.md names under "What is assumed":
+   Assumed of Postgres, each with a test that docs/positions.md names under "Assumptions":
    rows_are_seen_anew, acted_upon_is_kept.
 
    `Off` is the set of rules that are switched off: {} in all_rules_*.cfg, one rule in every without_*.cfg. *)

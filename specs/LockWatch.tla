@@ -2,7 +2,7 @@
 (* The lock-watch of docs/positions.md: one stream, its sequence, sessions that take ids and end their transactions in
    any order, and a daemon that polls. docs/specs.md explains the model and names the code of each action.
 
-   Assumed of Postgres, each with a test that docs/positions.md names under "What is assumed":
+   Assumed of Postgres, each with a test that docs/positions.md names under "Assumptions":
    lock_before_id, sequence_is_locked, locks_are_listed, one_look, names_are_used_once,
    visible_before_unlock, ids_only_grow, no_torn_read, flush_keeps_the_value, prepared_stay_listed, snapshot_after_lock.
 

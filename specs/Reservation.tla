@@ -6,7 +6,7 @@
    Sessions are free to try what a wrong program could do: any transaction may insert any id that was ever given out.
    The guard has to refuse each id that readers may have passed.
 
-   Assumed of Postgres, each with a test that docs/positions.md names under "What is assumed":
+   Assumed of Postgres, each with a test that docs/positions.md names under "Assumptions":
    locks_are_listed, one_look, visible_before_unlock, ids_only_grow, no_torn_read,
    savepoints_end_locks_and_settings, sessions_end_with_their_locks.
 

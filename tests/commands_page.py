@@ -18,12 +18,12 @@ PAGE = Path(__file__).parents[1] / "docs/commands.md"
 COMMON = ("--debug", "--help", "-h", "--context")  # named once, at the top
 HEAD = """# Commands
 
-Made from the program by `make docs`; `replicad COMMAND --help` has the same.
+Made from the program by `make docs`; `replicad COMMAND --help` prints the same.
 
-Every command has `--help` (`-h`), and `--debug`, which shows the traceback of a failure. Those that work on a database
-or ask a daemon have `--context NAME` too. [operating.md](operating.md#the-command-line) has the exit statuses and the
-contexts, and says which database a command works on.
-An option that has a variable can be set by it; the option goes before the variable.
+Every command has `--help` (`-h`), and `--debug`, which shows the traceback of a failure. Commands that work on a
+database or query a daemon have `--context NAME` too. [operating.md](operating.md#the-command-line) has the exit
+statuses and the contexts, and explains which database a command works on.
+An option that has a variable can be set by it; the option overrides the variable.
 """
 
 

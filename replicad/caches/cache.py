@@ -92,7 +92,7 @@ class Storage(Protocol):
 
 
 class LruStorage:
-    """At most `max_entries` values. The least recently used one is removed first."""
+    """At most `max_entries` values. The least recently used value is removed first."""
 
     __slots__ = ("_entries", "_max", "pop")
 
@@ -177,8 +177,8 @@ class CacheStatistics:
     """One cache, counted since the start. `emptied`: how often all entries were removed.
 
     `refused`: values that were read before an invalidation and not stored. `bypassed`: calls while the caches were not
-    live. `invalidated`: entries that an invalidation named, whether or not the cache had them. `problem`: why this one
-    is not used, although the caches are live: its storage could not be emptied.
+    live. `invalidated`: entries that an invalidation named, whether or not the cache had them. `problem`: why this
+    cache is not used, although the caches are live: its storage could not be emptied.
     """
 
     entries: int

@@ -19,7 +19,7 @@ PUBLIC: Final = "PUBLIC"  # every role
 
 
 async def set_right(db: Queries, schema: str, roles: Sequence[str], *, may: bool) -> None:
-    """Give these roles the right to invalidate caches, or take it from them. Raises UsageError: one has no name."""
+    """Grant these roles the right to invalidate caches, or revoke it. Raises UsageError: a role has no name."""
     if not all(roles):
         raise UsageError("'' is no role; give the name of one, or PUBLIC")
     named = ", ".join(PUBLIC if role == PUBLIC else quote_ident(role) for role in roles)

@@ -30,7 +30,7 @@ from replicad.errors import ReplicadError
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
 
-_NO_TOKENS = frozenset({None, "NOW", "EARLIEST"})  # a subscription with one of these does not resume
+_NO_TOKENS = frozenset({None, "NOW", "EARLIEST"})  # a subscription with such a token does not resume
 
 
 class LivenessState:
@@ -110,8 +110,8 @@ ALSO: tuple[type[Also], ...] = (
 RETRY_FIRST = 0.5  # seconds until following begins again after an error that a retry may not mend
 RETRY_CAP = 30.0
 
-_PROOFS = 4  # proofs of freshness in the time for which one is valid
-_CATCHING_UP = "what was invalidated while there was no connection is still to come"
+_PROOFS = 4  # proofs of freshness in the time for which a proof is valid
+_CATCHING_UP = "invalidations that were committed without a connection are still missing"
 
 log = get_logger(__name__)
 

@@ -24,7 +24,7 @@ _BETWEEN = f',"{_MARK}",'
 _PLAIN = frozenset({str, int, type(None)})
 _ORDERED = frozenset({tuple, list})  # known at a glance
 _DEEPEST = 100  # lists and objects inside of each other; the interpreter's own limit differs from process to process
-_EXACT = 1 << 53  # up to here a float that is a whole number equals the one that is written in its digits
+_EXACT = 1 << 53  # up to here a float that is a whole number equals the integer with its digits
 
 
 class Invalidation(NamedTuple):
@@ -80,9 +80,9 @@ def parse_rows(rows: Sequence[str]) -> list[Invalidation | None]:
 
 
 def _decoded_together(rows: Sequence[str]) -> list[Any] | None:
-    """The values of many rows in half the time of one by one; None if one of them is no JSON.
+    """The values of many rows in half the time of one by one; None if a value is no JSON.
 
-    Between the rows is a mark that no row has. So it shows where one does not end as a value ends.
+    Between the rows is a mark that no row has. So it shows where a row does not end as a value ends.
     """
     try:
         values = _decoder.decode(f"[{_BETWEEN.join(rows)}]")

@@ -25,7 +25,7 @@ async def invalidate(connection: Any, func: str, keys: Entry | None, *, schema: 
     `keys`: the JSON values of the entry's key; None: the whole cache. `connection`: of asyncpg, or replicad's own.
 
     Raises:
-        UsageError: the connection is not in a transaction, so one of change and invalidation could be lost.
+        UsageError: the connection is not in a transaction, so the change or the invalidation could be lost.
         TypeError: the keys are not JSON values, or no list.
     """
     await _ask(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(listed(keys)))

@@ -15,6 +15,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line on `arguments` (default: the process's own) and exit with its status."""
     try:
         from replicad.cli.app import run
-    except KeyboardInterrupt:  # Ctrl-C while it starts; `run` handles those that come later
+    except KeyboardInterrupt:  # Ctrl-C while it starts; `run` handles later ones
         sys.exit(130)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))

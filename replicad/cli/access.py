@@ -129,7 +129,7 @@ def browser_token(
     subject: str, streams: tuple[str, ...], *, key: Path, minutes: int, audience: str, out: Path | None
 ) -> None:
     """Make a token with which a page reads STREAMs (names or patterns) as SUBJECT, for trying. Your own program makes
-    those of your users, with any library for JSON Web Tokens (docs/access.md).
+    the tokens of your users, with any library for JSON Web Tokens (docs/access.md).
     """
     _give(sign(Claims(subject, streams, int(time.time()) + 60 * minutes), key, audience), out)
 

@@ -104,7 +104,7 @@ def apply(file: Path, as_json: bool, **options: Any) -> None:
             if one.action in (Action.REFUSE, Action.EXTRA):
                 show(one, as_json=as_json)
         if any(one.action is Action.REFUSE for one in found):
-            raise StreamRefused("nothing was changed: what is marked with ! cannot be made as the file says")
+            raise StreamRefused("nothing was changed: lines with ! cannot be made as the file says")
         await make(place, found, lambda one: show(one, as_json=as_json))
         return found
 

@@ -33,8 +33,8 @@ def command() -> None:
     """Print the SQL that replicad installs in a database, or the SQL that removes it, as scripts for psql.
 
     The daemon installs what it needs by itself. Use this to read the SQL first, or if the daemon may not create
-    objects. PART is one of the parts in the usage; without it all parts are printed. Each part is one transaction. Both
-    scripts may be run several times.
+    objects. PART is a part of the list in the usage; without it all parts are printed. Each part is one transaction.
+    Both scripts may be run several times.
     """
 
 

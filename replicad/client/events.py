@@ -1,4 +1,4 @@
-"""The events for readers of streams, as plain tuples: one is made for every row, so they must be cheap."""
+"""The events for readers of streams, as plain tuples: every row makes an event, so they must be cheap."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Disconnected(NamedTuple):
 
 
 class StreamStopped(NamedTuple):
-    """One of several followed streams stops; the others go on, on the same connection.
+    """A followed stream stops; other followed streams continue on the same connection.
 
     `error` is the reason. RowUnreadable and RowTooLong: the server cannot send the next row; they have its id and the
     remedy. Others, such as UnknownStream and StreamRefused: the server refuses the stream, which it accepted before.

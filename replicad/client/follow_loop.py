@@ -444,7 +444,7 @@ class FollowLoop:
             delay = self._backoff.next_delay()
             self._waited += delay
             waited = self._waited
-        # Rows of the first stream may have been handed over before the last one was accepted: no program begins then.
+        # Rows of the first stream may have been returned before the last stream was accepted: no program begins then.
         begun = self._begun or (bool(self._accepted) and not isinstance(error, StreamError))
         patience = self._options.patience if begun else self._options.first_patience
         if patience is not None and waited > patience:

@@ -259,7 +259,7 @@ class _Lane:
         self._lines: re.Pattern[str] | None = None
 
     def all_of(self, text: str) -> list[tuple[str, str]]:
-        """Tokens and rows of the lines; nothing if one of them is something else than a row with its token."""
+        """Tokens and rows of the lines; nothing if any line is not a row with its token."""
         if self._lines is None:
             self._lines = re.compile(f"^{re.escape(self.prefix)}([0-9]{{1,{_SHORT}}}) (.+)$", re.MULTILINE)
         found: list[tuple[str, str]] = self._lines.findall(text)
@@ -294,7 +294,7 @@ class Follower:
         self.repeats = 0
         self.dropped = 0
 
-    # --- what is wanted ---
+    # --- subscriptions ---
 
     def want(self, stream: str, token: str | None = None, *, linear: bool = False) -> None:
         """Follow a stream from `token`: NOW (or None), EARLIEST, or a vector's text. Earlier state is dropped.
@@ -311,7 +311,7 @@ class Follower:
         self._forget_lanes(stream)
 
     def suspend(self, stream: str) -> None:
-        """The subscription has ended on this connection: rows count only after the next one is accepted."""
+        """The subscription has ended on this connection: rows count only after the next subscription is accepted."""
         self._forget_lanes(stream)
         self._streams[stream].new_connection()
 

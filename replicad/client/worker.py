@@ -51,9 +51,9 @@ WHOLE = Part(0, 1)
 class Batch:
     """Ids to process, each once, the oldest first.
 
-    `term` is that of the lease under which they are processed. Of two leases of a partition (`part`), the later one has
-    the higher term. A downstream that keeps the highest term of each partition can refuse what a worker writes after
-    its lease is lost.
+    `term` is the term of the lease under which they are processed. Of two leases of a partition (`part`), the later
+    lease has the higher term. A downstream that keeps the highest term of each partition can refuse writes of a worker
+    whose lease is lost.
     """
 
     tube: str
@@ -126,7 +126,7 @@ class Partition:
 
     Whatever can fail with one id or pod is handled in one way: it is tried again after growing pauses, then parked, and
     the others go on. It is parked after `tries` only while others succeed, because when everything fails the
-    downstream is probably unavailable. An id that fails alone proves nothing, so just one is parked without proof,
+    downstream is probably unavailable. An id that fails alone proves nothing, so just one id is parked without proof,
     until a call succeeds.
     """
 
@@ -236,7 +236,7 @@ class Partition:
         self._failed_reads += 1
         self._counts.failed_calls += 1
         await trio.sleep(self._pause(self._failed_reads - 1))
-        certain = isinstance(error, RemoteProtocolError)  # another error may be one of the daemon
+        certain = isinstance(error, RemoteProtocolError)  # another error may come from the daemon
         if not 0 < self._settings.tries <= self._failed_reads or not (certain or self._unproven_once()):
             return
         backfill = 0 if self._settings.exclude_backfill else None
@@ -478,7 +478,7 @@ class Worker:
             await trio.sleep(backoff.next_delay())
 
     async def _work_until_changed(self, parts: Sequence[Part]) -> None:
-        """Work on these partitions until their number changes. Raises the first failure of one of them."""
+        """Work on these partitions until their number changes. Raises the first failure of a partition."""
         work = self._work
         failures: list[Exception] = []
         changed = trio.Event()
@@ -586,7 +586,9 @@ class Worker:
 
 
 def _first(failure: Exception) -> ReplicadError:
-    """The failure, or of several failures one that trying again does not cure. Raises an error that is no refusal."""
+    """The failure, or of several failures a failure that trying again does not cure. Raises an error that is no
+    refusal.
+    """
     found = leaves(failure)
     for error in found:
         if not isinstance(error, ReplicadError):

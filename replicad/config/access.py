@@ -156,7 +156,7 @@ class Client:
         return found is not None and any(found in network for network in self.networks)
 
     def has_secret(self, secret: str) -> bool:
-        """Whether this is one of its secrets. Takes the same time for every secret of the same length."""
+        """Whether this is a secret of the client. Takes the same time for every secret of the same length."""
         given = sha256(secret.encode()).digest()
         return sum(hmac.compare_digest(given, digest) for digest in self.digests) > 0
 
@@ -180,7 +180,7 @@ class AccessFile:
     clients: Mapping[str, Client]
 
     def by_certificate(self, names: Collection[str]) -> Client | None:
-        """The client whose certificate has one of these names (SAN). No two clients have the same."""
+        """The client whose certificate has any of these names (SAN). No two clients have the same."""
         return next((client for client in self.clients.values() if not client.certificates.isdisjoint(names)), None)
 
 

@@ -79,8 +79,8 @@ def verify(token: str, keys: BrowserKeys, now: float) -> Claims:
     """The claims of a token. `now`: seconds since 1970.
 
     Raises:
-        NotAuthorised: it is not signed by one of the keys, not valid now, not for this daemon, or says something that
-            cannot be enforced. Before the signature is known to be right, the text says only that it is not.
+        NotAuthorised: it is not signed by a known key, not valid now, not for this daemon, or has a claim that cannot
+            be enforced. Before the signature is known to be right, the text says only that it is not.
     """
     parts = _TOKEN.fullmatch(token) if len(token) <= MAX_TOKEN else None
     header, payload = (_object(parts[1]), _object(parts[2])) if parts else (None, None)

@@ -510,5 +510,5 @@ def amount(default: int, help: str, low: int, high: int, *, group: str = "", mor
 
 
 def choice(default: str, help: str, *words: str, group: str = "", more: str = "") -> str:
-    """A setting that is one of a few words."""
+    """A setting that is a word of a fixed set."""
     return setting(default, help, one_of(*words), group=group, more=more)

@@ -83,7 +83,9 @@ async def listen(address: Address, option: str = "--listen") -> AcceptQueues:
 
 
 def _divided(plain: socket.socket) -> list[socket.socket]:
-    """QUEUES sockets in the place of one that listens; that one, where the system cannot divide them by address."""
+    """QUEUES sockets in the place of a listening socket; only that socket, where the system cannot divide them by
+    address.
+    """
     family, at = plain.family, plain.getsockname()
     found: list[socket.socket] = []
     try:

@@ -161,7 +161,7 @@ class AccessControl:
         return len(self._connected.get(name, ()))
 
     def replace(self, found: AccessFile | None, browsers: BrowserKeys | None = None) -> None:
-        """Use what was read from now on, also for the open connections."""
+        """Use the newly read rights, keys and certificates from now on, also for the open connections."""
         self._troubles.end(*PLACE)
         self._browsers = browsers
         self.known = found or self.known
@@ -238,7 +238,7 @@ class AccessControl:
 
 
 class Connected(Protocol):
-    """What is needed of a session."""
+    """The part of a session that is needed here."""
 
     @property
     def log(self) -> Any:
@@ -280,7 +280,7 @@ class ClientAccess:
         return self.client is None and self._by_certificate() is None
 
     def begin(self, session: Connected) -> None:
-        """From now on `session` is what is closed when the access is withdrawn. Called again for what takes its place.
+        """From now on `session` is closed when the access is withdrawn. Call it again for a session that replaces it.
 
         Raises:
             HangUp: the access was withdrawn already, or a client known by its certificate has too many connections.
@@ -367,7 +367,7 @@ class ClientAccess:
 
     @property
     def limited(self) -> bool:
-        """Whether the client has less than all rights: those of an access file, or of a browser's token."""
+        """Whether the client has less than all rights: the rights of an access file, or of a browser's token."""
         if self.client is not None and self.client.name.startswith(BROWSER):
             return True
         return self._control.limits_rights and (self.client is None or bool(self.client.name))

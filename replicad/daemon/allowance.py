@@ -1,7 +1,7 @@
-"""A bound on what is held for clients; if there is more, an old one is cut, and a new client is served.
+"""A bound on the memory or places held for clients; above it an old client is cut, and a new client is served.
 
-Refusing the newest would let an attacker who comes first shut out everybody else. The oldest of the address that has
-the most is cut, so that a crowd from one address takes no place from others.
+Refusing the newest client would let an attacker who connects first shut out all others. The oldest of the address that
+has the most is cut, so that a crowd from one address takes no place from others.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Allowance:
 
     def hold(self, member: object, cut: Callable[[], None], weight: int = 1, address: str = "") -> None:
         """Add a member, or change its weight (it keeps its age). `cut` must not wait; the member has left by then.
-        `address`: from which it came.
+        `address`: the client's address.
 
-        The member may itself be the one that is cut, at once.
+        The new member may itself be cut, at once.
         """
         before, _ = self._members.get(member, (0, cut))
         if member not in self._members:

@@ -17,7 +17,7 @@ from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Connection
 
-RELAY = "relay"  # the verb of what is sent to all clients
+RELAY = "relay"  # the verb of lines for all clients
 log = structlog.get_logger()
 
 
@@ -79,7 +79,7 @@ class Answering:
 
     @property
     def hears(self) -> bool:
-        """Whether the client may get what is sent to all clients."""
+        """Whether the client may get the lines for all clients."""
         return self.access.may(RELAY)
 
     def refuse(self, error: ReplicadError) -> None:

@@ -1,9 +1,9 @@
 """Accepted connections that have no session yet: which of them gets one next, and which gets none.
 
-A session costs ten times what a look at the input costs. So a client that has sent a whole first line (with TLS: a
-whole ClientHello) comes before all others. A crowd of clients that have not is given some time, in which the input of
-those that attack becomes too long, or ends. Those that have one are served in turns by their addresses, so that a crowd
-from one address delays others by one session. This file does not know what a session does.
+A session costs ten times as much as a look at the input. So a client that has sent a whole first line (with TLS: a
+whole ClientHello) comes before all others. A crowd of clients without a whole line waits for some time, in which the
+input of attackers becomes too long, or ends. Clients with a whole line are served in turns by their addresses, so that
+a crowd from one address delays others by one session. This file does not know what a session does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASKED = 16  # addresses of which the next in turn may begin, if those before it 
 LOOKED = 64  # clients without a line that are looked at in one turn: two microseconds each
 LOOKING = 0.0005  # seconds after which a turn ends all the same: closing with unread input takes much longer
 QUIET = 0.05  # seconds for which a client without a line waits, if there are more than a few such clients
-FEW = 8  # clients without a line that are begun at once, or told that it is too long, in QUIET seconds
+FEW = 8  # clients without a line that are begun, or refused for a long line, at once, in QUIET seconds
 REST = 0.001  # seconds until clients without a line are looked at again, if none of them had sent anything
 _HANDSHAKE = b"\x16"  # the first byte of a TLS record with a ClientHello (RFC 8446, 5.1)
 _HEAD = 5  # bytes of a TLS record before its content; the last two are the length of the content
@@ -54,7 +54,7 @@ class Door:
     line_end: bytes = b"\n"
 
     def look(self, client: socket.socket) -> Input:
-        """What has come, which stays unread."""
+        """The received input, which stays unread."""
         try:
             data = client.recv(self.first_line + 1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -97,7 +97,7 @@ class Arrivals:
         self._whole: ByAddress[socket.socket] = ByAddress()
         self._new: ByAddress[socket.socket] = ByAddress()  # without a line; looked at once
         self._part: ByAddress[socket.socket] = ByAddress()  # the same, looked at twice
-        self._came: dict[socket.socket, float] = {}  # when those of the last two came
+        self._came: dict[socket.socket, float] = {}  # when the last two connections arrived
         self._few_until = float("-inf")
         self._few = 0  # clients without a line that may still be begun before then
         self.hopeless = 0  # that were closed without a session, since the start
@@ -119,8 +119,8 @@ class Arrivals:
             self._begin(client)
 
     def take_out(self) -> socket.socket:
-        """Remove one for which there is no room: an old one of an address that has the most, if possible without a
-        whole line.
+        """Remove a connection for which there is no room: an old one of the address with the most, if possible without
+        a whole line.
         """
         queues = (self._part, self._new, self._whole)
         _, address = max((queue.most() for queue in queues), key=itemgetter(0))
@@ -152,7 +152,7 @@ class Arrivals:
         return LIVE
 
     def _begin_ready(self) -> bool:
-        """Begin the one whose turn it is of those that may. False if there is none."""
+        """Begin the next connection that may begin. False if there is none."""
         for address in islice(self._whole.turns(), ASKED):
             if self._ready(address):
                 self._begin(self._whole.take(address))
@@ -160,8 +160,8 @@ class Arrivals:
         return False
 
     def _look_again(self) -> int:
-        """Look at some of those without a line, the newest and the oldest in turns. One of them is begun, if it has
-        waited for long enough and none has a line. Returns how many are left less.
+        """Look at some connections without a line, the newest and the oldest in turns. A connection is begun if it has
+        waited for long enough and none has a line. Returns by how many the waiting ones have become fewer.
         """
         now = trio.current_time()
         before = len(self._came)
@@ -195,7 +195,9 @@ class Arrivals:
             client.close()
 
     def _is_one_of_few(self, now: float) -> bool:
-        """Whether this client is one of so few without a line, of late, that it is begun, or told why not, at once."""
+        """Whether so few clients without a line arrived lately that this client is begun, or refused with a reason, at
+        once.
+        """
         if now >= self._few_until:
             self._few_until, self._few = now + QUIET, FEW
         self._few -= 1

@@ -23,7 +23,9 @@ def address_of(client: socket.socket | trio.socket.SocketType) -> str:
 
 
 def network_of(host: str) -> str:
-    """An address of IPv4, or the network of 64 bits of one of IPv6. What is no address is returned as it is."""
+    """An address of IPv4, or the network of 64 bits of an IPv6 address. A text that is no address is returned
+    unchanged.
+    """
     if ":" not in host or "." in host:  # IPv4, also within IPv6
         return host
     try:
@@ -51,14 +53,14 @@ class ByAddress(Generic[T]):
         return thing in self._addresses
 
     def add(self, thing: T, address: str) -> None:
-        """Add one that is not there."""
+        """Add an absent item."""
         things = self._things.setdefault(address, OrderedDict())
         things[thing] = None
         self._addresses[thing] = address
         self._count(address, len(things) - 1, len(things))
 
     def remove(self, thing: T) -> str:
-        """Remove one that is there; its address."""
+        """Remove a present item; returns its address."""
         address = self._addresses.pop(thing)
         things = self._things[address]
         del things[thing]
@@ -69,8 +71,8 @@ class ByAddress(Generic[T]):
         return address
 
     def take(self, address: str | None = None, *, newest: bool | None = None) -> T:
-        """Remove one of the address whose turn it is, or of another one: its newest or its oldest; None: the oldest and
-        the newest in turns.
+        """Remove an item of the address whose turn it is, or of `address`: its newest or its oldest; None: the oldest
+        and the newest in turns.
         """
         if address is None:
             address = self.turn()
@@ -97,11 +99,11 @@ class ByAddress(Generic[T]):
         return next(iter(self._things))
 
     def first(self) -> T:
-        """The oldest one of the address whose turn it is."""
+        """The oldest item of the address whose turn it is."""
         return next(iter(next(iter(self._things.values()))))
 
     def oldest(self, address: str) -> T | None:
-        """The oldest one of an address."""
+        """The oldest item of an address."""
         return next(iter(self._things.get(address, ())), None)
 
     def most(self) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""What is shown of clients: those that are connected, and those that were cut."""
+"""The lists of clients for operators: connected clients, and clients that were cut."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Strangers without a command are many."""
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """A stream that a client is sent. One that reads the journal is behind by the seconds that its next chunk has
-    waited for it. One that catches up with old rows has so many ids to go; nothing waits for it in memory.
+    """A stream that a client is sent. A client that reads the journal is behind by the seconds that its next chunk has
+    waited for it. A client that catches up with old rows has so many ids to go; nothing waits for it in memory.
     """
 
     stream: str

@@ -63,7 +63,7 @@ def error_line(text: str) -> Error:
 async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns: Turns) -> None:
     """Send ERROR and close this side; then read what the peer sends until it closes its side, at most `drain` bytes.
 
-    With `drain` 0 only what has come already is read. Closing with unread input would send a reset, which can discard
+    With `drain` 0 only input that has arrived is read. Closing with unread input would send a reset, which can discard
     the ERROR. The caller bounds the time.
     """
     with suppress(*LOST):
@@ -71,7 +71,7 @@ async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns:
         if isinstance(stream, trio.abc.HalfCloseableStream):
             await stream.send_eof()
         if not drain:
-            with trio.move_on_after(0):  # what is there already
+            with trio.move_on_after(0):  # only input that has arrived
                 await stream.receive_some(RECEIVE_BYTES)
         while drain > 0 and (data := await stream.receive_some(RECEIVE_BYTES)):
             drain -= len(data)

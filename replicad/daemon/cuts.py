@@ -65,7 +65,7 @@ def answers_not_read(most: int) -> Cut:
 
 
 def stalled(seconds: float) -> Cut:
-    """A client that takes nothing of what is sent."""
+    """A client that takes no bytes."""
     return (
         CloseReason.SLOW_READER,
         f"slow_reader: next to nothing was read for {plain(seconds)} s (--stall-timeout)",

@@ -140,7 +140,7 @@ async def _serve_until_signal(
                 if running or not all(isinstance(leaf, DatabaseUnavailable) for leaf in leaves(error)):
                     raise
                 assert isinstance(lost, DatabaseUnavailable)
-                await _unless(stop, partial(patience.pause, lost))  # Postgres has gone away again during the start
+                await _unless(stop, partial(patience.pause, lost))  # Postgres has stopped again during the start
         nursery.cancel_scope.cancel()
     log.info("stopped")
 
@@ -325,7 +325,7 @@ class _Entrance:
 
 @dataclass(frozen=True, slots=True)
 class _Reread:
-    """What was read again, and which clients are others than before."""
+    """The files that were read again, and the clients that have changed."""
 
     tls: ssl.SSLContext | None
     access: AccessFile | None
@@ -334,7 +334,7 @@ class _Reread:
 
 
 async def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
-    """Read the access file and the certificates again. If one of them cannot be used, nothing is changed.
+    """Read the access file and the certificates again. If a file cannot be used, nothing is changed.
 
     A thread reads and checks them: thousands of clients take seconds, in which other clients are served.
     """

@@ -25,7 +25,9 @@ class Punctual(Protocol):
     """What has deadlines."""
 
     def mind(self, now: float) -> float:
-        """Do what is due at `now`, PINGs also EARLY seconds before; returns the next deadline. Never raises."""
+        """Do the work that is due at `now`, PINGs also EARLY seconds before; returns the next deadline. Never
+        raises.
+        """
 
 
 class _Slot:
@@ -39,13 +41,15 @@ class _Slot:
 
 
 class Deadlines:
-    """Each member is in one slot: that of the time at which it must be called next. An infinite one is in none."""
+    """Each member is in the slot of the time at which it must be called next. A member without a deadline is in no
+    slot.
+    """
 
     def __init__(self) -> None:
-        self._slots: dict[float, _Slot] = {}  # by their begin; those that have members
-        self._heap: list[float] = []  # begins of the slots, and of some that are gone
+        self._slots: dict[float, _Slot] = {}  # by their begin; slots with members
+        self._heap: list[float] = []  # begins of the slots, and of some removed ones
         self._slot_of: dict[Punctual, _Slot] = {}
-        self._sooner = trio.Event()  # set when a deadline comes before those that `run` knew
+        self._sooner = trio.Event()  # set when a deadline is earlier than all that `run` knew
         self._sleeps_until = float("-inf")
         self._ping = b""
         self._ping_at = float("-inf")
@@ -56,11 +60,11 @@ class Deadlines:
 
     @property
     def remembered(self) -> int:
-        """How many slots it knows of; of those that nobody is in any more, it forgets all but a few."""
+        """How many slots it keeps; of the empty slots it removes all but a few."""
         return len(self._heap)
 
     def set(self, member: Punctual, deadline: float) -> None:
-        """Call `member.mind` at the deadline, or before, if one that is earlier was set already."""
+        """Call `member.mind` at the deadline, or before, if an earlier deadline was set already."""
         slot = self._slot_of.get(member)
         if slot is None or deadline < slot.begin:
             self._put(member, deadline)

@@ -141,7 +141,7 @@ class _Queue:
         self._dispatch = dispatch
         self._answers = answers
         self._waiting: deque[tuple[Command, int]] | None = None  # while there are requests: with the bytes of each
-        self._size = 0  # bytes of those that wait
+        self._size = 0  # bytes of the waiting commands
         self._known = False  # to the session, which waits for the answers at its end
         self._idle: trio.Event | None = None  # set when the last request has been answered
 

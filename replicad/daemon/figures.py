@@ -1,8 +1,8 @@
-"""What a running daemon tells operators about itself: figures, what is not served, and details. Knows no HTTP.
+"""The report of a running daemon about itself: figures, obstacles to serving, and details. Knows no HTTP.
 
-Each part of the daemon that has something to tell is a `Source`. It declares its figures once (`Family`), so that the
-table of docs/operating.md and what is exported cannot differ. A source answers from memory and never waits. What only
-Postgres knows comes from its `look`, which the exporter calls with a limit of time, and only while somebody asks.
+Each part of the daemon with figures is a `Source`. It declares its figures once (`Family`), so that the table of
+docs/operating.md and the exported figures cannot differ. A source answers from memory and never waits. Figures that
+only Postgres knows come from its `look`, which the exporter calls with a limit of time, and only while somebody asks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Source(Protocol):
         """The present values."""
 
     def obstacles(self) -> Iterable[Obstacle]:
-        """What is registered and is not served now."""
+        """Registered streams and tubes that are not served now."""
 
     def details(self) -> Iterable[Detail]:
         """What the JSON has beside the figures."""

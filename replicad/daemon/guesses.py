@@ -1,6 +1,6 @@
-"""Delays those who guess secrets. It counts wrong guesses by address and by the name of the client that is given.
+"""Delays clients that guess secrets. It counts wrong guesses by address and by the name of the client in the guess.
 
-Whether there is a client of that name makes no difference, so the pauses do not tell. For each address there are SLOTS
+Existing and missing names are delayed alike, so the pauses do not reveal them. For each address there are SLOTS
 for names, so that one address can fill neither the table nor have a pause forgotten by guessing under other names.
 A wrong secret doubles the pause before the next try of the same address for the same client. The tries of several
 connections wait for each other, and a right secret waits too: so a guesser learns nothing from a quick answer. A right
@@ -19,7 +19,7 @@ import trio
 
 from replicad.config.access import parse_ip
 
-SLOTS = 256  # for names of one address; two names that share one are delayed together
+SLOTS = 256  # for names of one address; two names in one slot are delayed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Guesses:
     def __init__(self, pace: GuessPace = GuessPace(), now: Callable[[], float] = trio.current_time) -> None:
         self._pace = pace
         self._now = now
-        self._key = secrets.token_bytes(16)  # nobody can choose a name that shares the slot of another one
+        self._key = secrets.token_bytes(16)  # no client can choose a name that shares the slot of another
         self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
 
     def __len__(self) -> int:

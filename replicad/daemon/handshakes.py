@@ -87,7 +87,9 @@ class Handshakes:
 
 
 def _received(stream: trio.SocketStream) -> bytes:
-    """What has come, without waiting: a client that has sent its ClientHello must not count as one that has not."""
+    """The received input, without waiting: a client that has sent its ClientHello must not count as a client without
+    one.
+    """
     with suppress(OSError):  # nothing yet; or reset, as the next look will find
         return os.read(stream.socket.fileno(), LONGEST_RECORD)
     return b""
@@ -100,7 +102,7 @@ class _InTurn(trio.abc.HalfCloseableStream):
     """
 
     def __init__(self, stream: trio.SocketStream, hub: Hub, begun: bytes, *, jumps: bool) -> None:
-        """`begun`: what was received already. `jumps`: it is answered without waiting for its turn."""
+        """`begun`: the bytes that were received already. `jumps`: it is answered without waiting for its turn."""
         self.hub: Hub | None = hub  # None: the handshake is over
         self._begun = begun
         self._jumps = jumps
@@ -115,7 +117,7 @@ class _InTurn(trio.abc.HalfCloseableStream):
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         if self.hub is None:
             return await self._stream.receive_some(max_bytes)
-        if self._answered:  # what is left to do takes a tenth of the time
+        if self._answered:  # the remaining work takes a tenth of the time
             return await self._stream.receive_some(max_bytes)
         data = await self._receive_hello(max_bytes)
         if not self._jumps:

@@ -31,7 +31,7 @@ class Allocator(Protocol):
         """Bytes that nothing is in, given back or not."""
 
     def give_back(self) -> None:
-        """Give back what is free. Takes up to a tenth of a second for hundreds of megabytes."""
+        """Return free memory to the system. Takes up to a tenth of a second for hundreds of megabytes."""
 
 
 async def give_back_forever(allocator: Allocator, calm: int = CALM) -> None:

@@ -38,7 +38,7 @@ class Member(Protocol):
 
     @property
     def hears(self) -> bool:
-        """Whether the client may get what is sent to all clients."""
+        """Whether the client may get the lines for all clients."""
 
     @property
     def number(self) -> int:
@@ -49,7 +49,7 @@ class Member(Protocol):
         """The bytes that its socket has taken."""
 
     def view(self, now: float) -> ClientView:
-        """What is shown of it."""
+        """Its row in the list of clients."""
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the text is sent to the peer as ERROR."""
@@ -120,8 +120,8 @@ class Hub:
     def admit_handshake(
         self, handshake: object, cut: Callable[[], None], address: str = "", stage: Stage = Stage.HELLO
     ) -> bool:
-        """Count a TLS handshake as a connection. `cut` ends it, when there are too many; first those of an address that
-        has the most. False as `admit`.
+        """Count a TLS handshake as a connection. `cut` ends it, when there are too many; first a handshake of the
+        address with the most. False as `admit`.
 
         Call `handshakes.leave` at its end.
         """
@@ -131,7 +131,8 @@ class Hub:
         return True
 
     def admit_guest(self, guest: object) -> bool:
-        """Count a connection that is no session, such as one of HTTP. False as `admit`. Call `leave_guest` at its end.
+        """Count a connection that is no session, such as an HTTP connection. False as `admit`. Call `leave_guest` at
+        its end.
 
         If it may give way, hold it among the `newcomers` too.
         """
@@ -171,7 +172,7 @@ class Hub:
             self.cuts.append(cut)
 
     def relay(self, command: Command, sender: object | None) -> None:
-        """Have a command sent to every session except its sender and those that may not hear it.
+        """Have a command sent to every session except its sender and sessions without the right to get it.
 
         Raises:
             LocalProtocolError: it cannot be rendered; nothing is sent.
@@ -179,7 +180,9 @@ class Hub:
         self.announcing.put(command.render().encode() + b"\n", sender)
 
     async def run(self, restarts: Restarts = Restarts()) -> None:
-        """Keep the deadlines of all sessions, and give places to send and what is for all of them, until cancelled."""
+        """Keep the deadlines of all sessions, assign places to send, and pass on lines for all clients, until
+        cancelled.
+        """
         jobs = (
             ("deadlines", self.deadlines.run),
             ("announcing", self.announcing.run),

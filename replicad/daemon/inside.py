@@ -97,8 +97,8 @@ class Inside:
     async def serve(self, stream: trio.abc.Stream, name: str, access: ClientAccess) -> None:
         """Serve a client that speaks another protocol, as a session. `stream` translates; it is closed at the end.
 
-        `name`: the client's address. `access`: what it may do. The session is among those of all clients, so it is told
-        when the daemon stops.
+        `name`: the client's address. `access`: its rights. The session is among the sessions of all clients, so it is
+        informed when the daemon stops.
 
         Raises:
             ConnectionLost: the daemon stops.

@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class _Batch(Generic[T]):
-    """Callers whom one run serves: those that came since the run before it began. `served`: its result, or none yet."""
+    """Callers whom one run serves: all callers since the begin of the previous run. `served`: its result, or none
+    yet.
+    """
 
     served: list[T]
     failure: Exception | None = None
@@ -44,7 +46,7 @@ class Joined(Generic[T]):
         return batch.served[0]
 
     async def _run(self, *args: Any) -> T:
-        """Run the job for all callers of now. If it is cancelled, another one of them runs it."""
+        """Run the job for all callers of now. If it is cancelled, another caller runs it."""
         batches = [*self._waiting, self._gathering]
         self._waiting, self._gathering = [], _Batch([])
         running = self._running = trio.Event()

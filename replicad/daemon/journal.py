@@ -180,7 +180,7 @@ class Reader:
         )
 
     def close(self) -> None:
-        """Stop reading; safe to repeat. Nothing is called any more: what is called refers to this, in a cycle."""
+        """Stop reading; safe to repeat. The callbacks are dropped: they refer to this object, in a cycle."""
         self._channel.remove(self)
         self.wake = self.on_fall = _do_nothing
         self.offer = self.on_stop = None
@@ -215,7 +215,7 @@ class Channel:
         self._fallen = 0
         self._waited = 0.0
         self._unpaid = 0.0  # of `_waited`, since the last look at all readers
-        self._look_at = float("-inf")  # when the next one is due
+        self._look_at = float("-inf")  # when the next look is due
         self._tidy_at = float("-inf")
 
     # --- reading ---
@@ -374,7 +374,7 @@ class Channel:
         )
 
     def _is_filling(self) -> bool:
-        """Whether room may be needed soon. Readers are looked at before that, so that those that stopped are known."""
+        """Whether room may be needed soon. Readers are examined before that, so that stopped readers are known."""
         return 2 * self._bytes > self.limits.max_bytes or 2 * len(self.chunks) > self.limits.max_chunks
 
     async def wait_room(self, extra: int, seconds: float = float("inf")) -> bool:
@@ -408,7 +408,7 @@ class Channel:
         with trio.move_on_after(pause):
             await self._moved.wait()
         now = trio.current_time()
-        waited = min(now - began, pause)  # what is beyond is the time of other tasks
+        waited = min(now - began, pause)  # time beyond it is the time of other tasks
         self._waited += waited
         self._unpaid += waited
         if now >= self._look_at:
@@ -416,7 +416,7 @@ class Channel:
         return []
 
     def _dispensable(self, late: list[Reader], now: float) -> list[tuple[Reader, str]]:
-        """Those of the readers at the tail that keep up too little, if they delay another one."""
+        """The readers at the tail that are too slow, if they delay another reader."""
         limits = self.limits
         idle = f"you took nothing for {limits.patience:g} s (journal_patience)"
         slow = f"you took less than {limits.pace:g} bytes/s (journal_pace)"

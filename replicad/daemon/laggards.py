@@ -8,8 +8,8 @@ be dropped, in two cases:
   peer takes pay for a second. A reader that reaches the head owes nothing.
 
 Only what the peer takes counts. A reader whose session did not get its turn yet, because this machine is slow, is not
-blocked by its socket. Nothing is held against it. All readers that lag are looked at, and not only those that
-the writer waits for. So those that stop together are dispensable together.
+blocked by its socket. This time does not count. All readers that lag are examined, and not only the readers that the
+writer waits for. So readers that stop together are dispensable together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Progress = Callable[[], int | None]  # bytes that the peer has taken so far; Non
 
 
 class Standing:
-    """What is known of one reader."""
+    """The progress of one reader."""
 
     __slots__ = ("_owed", "_progress", "_seen", "_stirred_at")
 

@@ -62,11 +62,11 @@ class Pauses:
 class Acceptor:
     """Accepts the connections of all listeners of a daemon and runs `serve(stream, peer)` for each, in `sessions`.
 
-    `room` is the maximum of client sockets, including those that are being refused. One more is closed at once; without
-    TLS it is sent `full` before. So clients cannot use up the file descriptors that the daemon needs.
+    `room` is the maximum of client sockets, including sockets that are being refused. One more is closed at once;
+    without TLS it is sent `full` before. So clients cannot use up the file descriptors that the daemon needs.
 
-    Connections are accepted as fast as they come; one that was reset meanwhile is closed. If they come faster than
-    sessions can be begun, `Arrivals` decides which of them get one.
+    Connections are accepted as fast as they arrive; a connection that was reset meanwhile is closed. If they arrive
+    faster than sessions can be begun, `Arrivals` decides which of them get a session.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Acceptor:
         self._inside = 0
         door = Door(secure is not None, first_line, too_long, line_end)
         self._arrivals = Arrivals(door, self._enter, give_way, _always if secure is None else secure.ready)
-        self._begins = False  # whether a task begins the sessions of those that have arrived
+        self._begins = False  # whether a task begins the sessions of arrived connections
         self._reset = 0
 
     async def accept_forever(self, queues: AcceptQueues) -> None:
@@ -130,8 +130,8 @@ class Acceptor:
         return self._reset + self._arrivals.hopeless
 
     def _accept_waiting(self, queues: list[socket.socket]) -> None:
-        """Accept the connections that wait, one of each queue in turn, for at most ACCEPTING seconds. Those for which
-        there is no room are refused in that time too.
+        """Accept the connections that wait, one of each queue in turn, for at most ACCEPTING seconds. Connections for
+        which there is no room are refused in that time too.
         """
         until = trio.current_time() + ACCEPTING
         try:
@@ -188,7 +188,7 @@ class Acceptor:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """For the block, one of the connections is not counted here: somebody else counts it."""
+        """For the block, a connection is not counted here: its new owner counts it."""
         self._inside -= 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""The sending side of one session: what is queued, which task sends, and whether the socket is free now.
+"""The sending side of one session: the queue, the sending task, and whether the socket is free now.
 
 Three sources are sent, each in whole lines and one at a time: lines queued by `post_line`, answers streamed by `send`,
 and the chunks of the journals (`read`). A task sends only while there is something to send; an idle session has none.
@@ -68,8 +68,8 @@ class Outbox:
         stall_timeout: float,
         rounds: SendRounds | None = None,
     ) -> None:
-        """`stall_timeout`: the seconds within which the peer must accept what is sent at once. `rounds`: where large
-        sends wait for their place. QUEUED_BYTES may be exceeded by at most one line. Call `open` next.
+        """`stall_timeout`: the seconds within which the peer must accept what is sent at once. `rounds`: the object at
+        which large sends wait for their place. QUEUED_BYTES may be exceeded by at most one line. Call `open` next.
         """
         self._owner: Owner | None = owner
         self._outlet = Outlet(stream, stall_timeout)
@@ -83,7 +83,7 @@ class Outbox:
         self._runs = self._again = False  # whether the sending task exists, and looks once more before it ends
         self._gathers = self._woken = False  # whether lines are gathered, and there were chunks of journals meanwhile
 
-    # --- what is to be sent ---
+    # --- the queue ---
 
     def post_line(self, line: bytes) -> None:
         """Queue a rendered line with its newline. Never raises. A peer whose queue is full is disconnected. No effect
@@ -304,7 +304,7 @@ class Outbox:
         return self._outlet.torn
 
     def stop(self) -> None:
-        """Begin no other send: nothing that comes from now on reaches the peer. `finish` sends what is queued."""
+        """Begin no other send: no later line reaches the peer. `finish` sends the queue."""
         self._closing = True
 
     async def finish(self, grace: float) -> None:

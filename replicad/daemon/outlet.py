@@ -37,7 +37,9 @@ class TakesPieces(Protocol):
 
 
 class Outlet:
-    """Sends to one peer. The session ensures that only one task sends at a time, and ends one that takes too long."""
+    """Sends to one peer. The session ensures that only one task sends at a time, and ends a send that takes too
+    long.
+    """
 
     def __init__(self, stream: trio.abc.SendStream, stall_timeout: float) -> None:
         """`stall_timeout`: the seconds in which the peer must take something of a `send` that waits for it."""
@@ -95,7 +97,7 @@ class Outlet:
         to_go: float = 0.0,
         on_wait: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Send all of them; what is large waits for places in `rounds`, with `to_go`. `torn` is set until it is done.
+        """Send all of them; large sends wait for places in `rounds`, with `to_go`. `torn` is set until all are sent.
 
         `on_wait` is called with `look_at` when it waits for the socket. A time-out of trio for each wait would stay
         in its heap long after the wait (Deadlines are the better place).

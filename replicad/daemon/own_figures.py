@@ -41,7 +41,7 @@ REFUSED = Family("replicad_connections_refused_total", COUNTER, "Connections tha
 CLOSED = Family("replicad_connections_closed_total", COUNTER, "Connections that ended, by reason.", ("reason",))
 SENT = Family("replicad_sent_bytes_total", COUNTER, "Bytes that the sockets of clients have taken.")
 UNFINISHED = Family("replicad_unfinished_line_bytes", GAUGE, "Memory for unfinished lines of all clients.")
-TROUBLES = Family("replicad_troubles", GAUGE, "Present troubles, by the kind of what has it.", ("kind",))
+TROUBLES = Family("replicad_troubles", GAUGE, "Present troubles, by the kind of the faulty part.", ("kind",))
 FAILURES = Family(
     "replicad_failures_total", COUNTER, "Failures, by the kind of what failed, the work and the error.",
     ("kind", "cause", "code"),
@@ -65,7 +65,9 @@ FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class OwnFigures:
-    """`Source` for what is in the daemon whatever it serves. `folder`: of the embedded Postgres, if there is one."""
+    """`Source` of the figures that do not depend on the services. `folder`: of the embedded Postgres, if there is
+    one.
+    """
 
     hub: Hub
     poller: Poller

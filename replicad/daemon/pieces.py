@@ -22,7 +22,7 @@ def is_hopeless(error: DatabaseError) -> bool:
 async def write_in_pieces(
     items: Sequence[T], write: Callable[[Sequence[T]], Awaitable[bool]], refused: Callable[[DatabaseError], None]
 ) -> bool:
-    """Write all items in one statement; without those that Postgres cannot hold (its encoding lacks a character).
+    """Write all items in one statement; without the items that Postgres cannot hold (its encoding lacks a character).
 
     `refused` is called for each of these. Returns False as soon as `write` returns False; other errors are raised.
     """

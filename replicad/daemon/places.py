@@ -1,6 +1,7 @@
-"""A bounded number of places, given to those who wait in turn by crowd, and in a crowd by client.
+"""A bounded number of places, assigned in turns by crowd, and in a crowd by client.
 
-A client who asks often delays no other client, and a crowd of many clients delays no client that does not belong to it.
+A client that asks often delays no other client, and a crowd of many clients delays no client that does not belong to
+it.
 """
 
 from __future__ import annotations

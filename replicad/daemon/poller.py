@@ -38,7 +38,7 @@ TUBE_PREFIX = "tube:"  # names of watched tubes begin with this; a stream's name
 
 log = structlog.get_logger()
 
-OnReading = Callable[[str, Reading], float | None]  # returns the seconds in which the next one is not wanted
+OnReading = Callable[[str, Reading], float | None]  # returns the seconds in which no next reading is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Ringer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PollerStatistics:
-    """Counts since the start. `outage_s`: seconds since a poll failed first, 0 if the last one succeeded. `silent_s`:
-    seconds since the last poll that succeeded (or since the start), also while one is under way and hangs.
+    """Counts since the start. `outage_s`: seconds since a poll failed first, 0 if the last poll succeeded. `silent_s`:
+    seconds since the last poll that succeeded (or since the start), also while a poll is under way and hangs.
     """
 
     polls: int
@@ -272,7 +272,7 @@ class Poller:
         if readings is before:
             self._gather = 0.0
             return False
-        pauses: list[float] = []  # of what has moved
+        pauses: list[float] = []  # of the streams that have moved
         for name, reading in list(readings.items()):  # a listener may call `unwatch` and `watch`
             old = before.get(name)
             if old is reading and reading.held_by is None:

@@ -7,9 +7,9 @@ unknown, keeps its number, so that it is delivered once. This file does not inte
 
 Every role that may connect to the database can send on any channel, and a role with pg_read_all_stats sees the name of
 this one. So each message is signed (HMAC-SHA256) with a key that only the daemons' roles can read. The signature covers
-the sender, its number, the time and the lines. A message is refused if its number is not above the last one of its
-sender, or if it is older than MAX_AGE; so nobody can repeat one. Times are those of Postgres's clock, which all daemons
-ask. What is refused is dropped and counted by its reason, and logged at a limited rate.
+the sender, its number, the time and the lines. A message is refused if its number is not above the last number of its
+sender, or if it is older than MAX_AGE; so no message can be repeated. Times are read from Postgres's clock, which all
+daemons ask. A refused message is dropped and counted by its reason, and logged at a limited rate.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ A send of a quarter of a megabyte takes the kernel some 60 to 100 microseconds. 
 the same time would make each turn last 20 ms, and every other client would wait for several such turns. So a task that
 wants to send much waits here for its place in a round.
 
-Most places go to those that have most to go. So clients that began a little later reach the others, and what was read
-for one of them serves all. One place in four goes to the one that has waited longest, so that each gets its place.
+Most places go to the clients with the most rows to go. So clients that began a little later reach the others, and rows
+that were read for one client serve all. One place in four goes to the client that has waited longest, so that each gets
+its place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import trio
 SENDS = 4  # of answers and old rows in a round: a quarter of a millisecond, with no loss of speed
 NEW_SENDS = 16  # of new rows: with fewer, fan-out to 200 clients is some per cent slower
 MUCH = 32 << 10  # bytes from which a send waits for a place; a smaller one takes about as long as waiting does
-IN_ORDER = 4  # one place in so many goes to the one that has waited longest
+IN_ORDER = 4  # one place in so many goes to the client that has waited longest
 _SPARE = 64  # entries of tasks that wait no longer, before they are removed
 
 
@@ -36,7 +37,7 @@ class Rounds(trio.abc.Instrument):
         self._numbers = count()
         self._waiting: dict[int, trio.lowlevel.Task] = {}  # by number, in the order in which they came
         self._order: deque[int] = deque()  # these numbers; and some of tasks that wait no longer, as in the next one
-        self._by_way: list[tuple[float, int]] = []  # a heap: minus what is to go, and the number
+        self._by_way: list[tuple[float, int]] = []  # a heap: minus the ids to go, and the number
         self._runs = False
         self._some = trio.Event()
 
@@ -47,7 +48,7 @@ class Rounds(trio.abc.Instrument):
     async def next(self, to_go: float = 0.0) -> None:
         """Wait for a place; other tasks run before it returns.
 
-        `to_go`: how much the client has before it. Those that have most come first.
+        `to_go`: the number of ids that the client has before it. The client with the most comes first.
         """
         if not self._runs or (self._taken < self.sends and not self._waiting):
             self._taken += 1
@@ -97,13 +98,13 @@ class Rounds(trio.abc.Instrument):
             heapify(self._by_way)
 
     def _longest(self) -> int:
-        """Who has waited longest. There must be one that waits; so in the next one."""
+        """The client that has waited longest. There must be a waiting client; so in the next method."""
         while (number := self._order.popleft()) not in self._waiting:
             pass
         return number
 
     def _farthest(self) -> int:
-        """Who has most to go."""
+        """The client with the most to go."""
         while (number := heappop(self._by_way)[1]) not in self._waiting:
             pass
         return number

@@ -85,7 +85,7 @@ class Peer(Protocol):
 
     @property
     def asker(self) -> Asker:
-        """The client as one of those who wait in turn. Its crowd is its name in the access file, or its address."""
+        """The client as a member of a fair queue. Its crowd is its name in the access file, or its address."""
 
     @property
     def log(self) -> Any:
@@ -214,8 +214,8 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The parts of the daemon that every service may use. `handshakes`: None without TLS. `addresses` are those of its
-    listeners.
+    """The parts of the daemon that every service may use. `handshakes`: None without TLS. `addresses` are the addresses
+    of its listeners.
     """
 
     settings: ServerSettings
@@ -236,7 +236,7 @@ class Host:
 class Feature:
     """A feature: its name, its commands, and the function that makes its service.
 
-    `verbs`, `named_verbs`: rights that it asks for, beside those that its commands declare: without a name, and with
+    `verbs`, `named_verbs`: rights that it checks, beside the rights that its commands declare: without a name, and with
     the name of a stream or tube.
     """
 

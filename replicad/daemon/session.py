@@ -1,7 +1,7 @@
 """One connection: receives commands, keeps its deadlines, and ends with a named reason.
 
-Commands go to `handle`, which passes them to the services. What is sent goes through the session's `Outbox`. An idle
-session is one task that waits for input; its keep-alives are sent by the hub's `Deadlines`.
+Commands go to `handle`, which passes them to the services. All lines to the client go through the session's `Outbox`.
+An idle session is one task that waits for input; its keep-alives are sent by the hub's `Deadlines`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Session(Answering):
         """End the session soon; the first reason counts."""
         if self._end is None:
             self._end = (reason, text)
-            self.outbox.stop()  # what is being handled may end later, and rows may come meanwhile
+            self.outbox.stop()  # commands under way may end later, and rows may arrive meanwhile
             self._reading.cancel()
 
     @property
@@ -134,7 +134,7 @@ class Session(Answering):
         return Asker(self.access.name or self._address, self.number)
 
     def view(self, now: float) -> ClientView:
-        """What is shown of the client."""
+        """The client's row in the list of clients."""
         following = tuple(Following(one.stream, one.behind_s(now)) for one in self.outbox.readers)
         connected, known = now - self._opened_at, self._known_by is None
         return ClientView(self.number, self.name, self.peer, self.access.name, connected, self.sent, known, following)
@@ -264,7 +264,7 @@ class Session(Answering):
         raise HangUp(CloseReason.PEER_CLOSED)
 
     async def _handle_lines(self, data: bytes, handle: Handler) -> bool:
-        """Handle what was received, in slices of one turn's budget. True if it was more than one."""
+        """Handle received input, in slices of one turn's budget. True if it was more than one slice."""
         turns = self._hub.turns
         several = len(data) > turns.size
         for begin in range(0, len(data), turns.size):

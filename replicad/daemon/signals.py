@@ -96,7 +96,7 @@ def _ignore(number: int) -> None:
 
 
 def _handled() -> list[signal.Signals]:
-    """Those of HARMLESS that the parent process has not set to be ignored.
+    """The signals of HARMLESS that the parent process has not set to be ignored.
 
     nohup does that with SIGHUP. It is handled all the same if it only has files read again.
     """

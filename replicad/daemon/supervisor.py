@@ -27,7 +27,9 @@ class Supervisor:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], pid: int) -> Supervisor:
-        """From the variables that a service manager sets; those of WATCHDOG count only if they are for this process."""
+        """From the variables that a service manager sets; the variables of WATCHDOG count only if they are for this
+        process.
+        """
         address = environment.get("NOTIFY_SOCKET") or None
         if address is not None and address.startswith("@"):
             address = "\0" + address[1:]  # a name that is no file
@@ -37,7 +39,7 @@ class Supervisor:
         return cls(address, int(micros) / 1e6 if watches else math.inf)
 
     def tell(self, *assignments: str) -> None:
-        """Send assignments such as READY=1; a failure is logged, since nobody else would notice it."""
+        """Send assignments such as READY=1; a failure is logged, since no caller would notice it."""
         if self.address is None:
             return
         try:
@@ -45,7 +47,7 @@ class Supervisor:
                 door.connect(self.address)
                 door.send("\n".join(assignments).encode())
         except OSError as error:
-            log.warning("supervisor_not_told", told=assignments[0], error=str(error))
+            log.warning("supervisor_not_notified", assignment=assignments[0], error=str(error))
 
     async def run(self) -> None:
         """Say that the event loop turns, until cancelled."""
@@ -55,7 +57,7 @@ class Supervisor:
 
 
 def take_supervisor() -> Supervisor:
-    """The one that started this process. Its variables are taken away: a Postgres that we start would answer too."""
+    """The manager that started this process. Its variables are removed: a Postgres that we start would answer too."""
     found = Supervisor.of(os.environ, os.getpid())
     for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"):
         os.environ.pop(name, None)

@@ -4,7 +4,7 @@ A *thing* is named by a kind (`stream`, `tube`, `session`, `service`) and a name
 once, one for each *cause*: a short word for the work that fails (`registry`, `copy`, `backfill`). The state of a
 thing is the list of its troubles; it is ok when there are none.
 
-All exceptions of long-lived tasks are reported here. So no failure is silent: each one is counted, logged with its
+All exceptions of long-lived tasks are reported here. So no failure is silent: each failure is counted, logged with its
 reason (a defect of replicad with its traceback), and shown until it is over. The one exception is an outage of
 Postgres: the poller reports it once, and failures that it causes are only counted.
 
@@ -102,7 +102,8 @@ class Troubles:
         """Report a failure that does not last, because its message or session has ended.
 
         It is counted and logged (a defect of replicad with its traceback), and is not part of any state. Clients can
-        cause such failures, so for each kind and cause one is logged every QUIET seconds, with the number left out.
+        cause such failures, so for each kind and cause a failure is logged every QUIET seconds, with the number left
+        out.
         """
         code = error.code if isinstance(error, ReplicadError) else type(error).__name__
         self._count(kind, name, cause, code)

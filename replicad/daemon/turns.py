@@ -1,9 +1,9 @@
 """How much of one client's input is handled before others get their turn.
 
-Whoever has more to do than the budget of a turn waits in a queue with all others that have. One of them goes on when
-the event loop has nothing else to do, and at the latest after `patience`. So work that comes in masses uses the time
-that is left. An answer that takes twenty steps between the event loop and Postgres is delayed by one budget now and
-then, and not by one in each step. Those that wait may take turns by address: a crowd from one address then delays
+A task with more work than the budget of a turn waits in a queue with all other such tasks. The next task of the queue
+continues when the event loop has nothing else to do, and at the latest after `patience`. So work in masses uses the
+remaining time. An answer that takes twenty steps between the event loop and Postgres is delayed by one budget now and
+then, and not by one in each step. Waiting tasks may take turns by address: a crowd from one address then delays
 another address by one turn.
 """
 
@@ -26,7 +26,7 @@ PATIENCE = 0.005  # seconds; so the queue moves on even if the event loop is nev
 
 
 class Turns:
-    """The budget of a turn, and the queue of those that have used theirs up."""
+    """The budget of a turn, and the queue of tasks that have used theirs up."""
 
     def __init__(self, lines: int = 1, size: int = 1, patience: float = PATIENCE) -> None:
         """`lines` and `size` (bytes) are handled in one turn."""

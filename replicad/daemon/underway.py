@@ -1,9 +1,10 @@
-"""The TLS handshakes under way, in the order in which they give way when there are too many.
+"""The TLS handshakes under way, in the order in which they are closed when there are too many.
 
-First those of an address that has the most. Of these, first those that have sent no whole ClientHello: an attacker can
-begin many of them at no cost. Then those that the server has answered: a client goes on within one round trip. Those
-that wait for the server come last. `ready` bounds their number, so each of them is answered within milliseconds. Of
-several, the one that has waited for the longest time. If each comes from another address, that order is the same.
+First the handshakes of the address with the most. Of these, first the handshakes without a whole ClientHello: an
+attacker can begin many of them at no cost. Then the handshakes that the server has answered: a client continues within
+one round trip. Handshakes that wait for the server come last. `ready` bounds their number, so each of them is answered
+within milliseconds. Of several, the handshake that has waited for the longest time. If each comes from another address,
+that order is the same.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 
 from replicad.daemon.by_address import ByAddress
 
-WORKED_ON = 1  # handshakes that wait for the server; the next is begun when this one is answered
-ALONE = 3  # as many beside it, each the only one of its address: they need not wait behind a crowd
+WORKED_ON = 1  # handshakes that wait for the server; the next is begun when this handshake is answered
+ALONE = 3  # as many beside it, each alone from its address: they need not wait behind a crowd
 
 
 class Stage(enum.Enum):
@@ -47,7 +48,7 @@ class Underway:
         return len(self._stages[Stage.SERVER]) < WORKED_ON or self.may_jump(address)
 
     def may_jump(self, address: str) -> bool:
-        """Whether another one need not wait behind others: no other one of its address is under way."""
+        """Whether another handshake need not wait behind others: no other handshake of its address is under way."""
         return not self._all.count(address) and len(self._stages[Stage.SERVER]) < WORKED_ON + ALONE
 
     def hold(self, member: object, cut: Callable[[], None], address: str = "", stage: Stage = Stage.HELLO) -> None:

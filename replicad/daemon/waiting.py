@@ -38,7 +38,7 @@ class Patience:
                 await self.pause(error)
 
     async def pause(self, error: DatabaseUnavailable) -> None:
-        """Wait a little before the next try of what has failed so. Raises the error when no time is left."""
+        """Wait a little before the next try after this error. Raises the error when no time is left."""
         now, pause = trio.current_time(), self._pauses.next_delay()
         left = self._began + self._seconds - now
         if pause > left:

@@ -27,7 +27,7 @@ COLUMNS = (
     "alternate_names",
     "updated_at",
 )
-MIN_POPULATION = 5000  # selects one of the package's four files: about 69,000 cities, 2 MB of names
+MIN_POPULATION = 5000  # selects a file of the package's four: about 69,000 cities, 2 MB of names
 CONTINENTS = ("AF", "AS", "EU", "NA", "OC", "SA", "AN")  # shard 1, 2, ...
 
 

@@ -63,7 +63,7 @@ def ask(address: str, options: Mapping[str, str | None], path: str) -> Mapping[s
         connection.close()
     said = " ".join(body.split())[:300]
     if response.status == 401:
-        raise NotAuthorised(f"{server} wants a proof: {said} (--token-file)")
+        raise NotAuthorised(f"{server} requires a secret: {said} (--token-file)")
     if response.status == 403:
         raise Forbidden(f"{server} answered: {said}")
     try:

@@ -1,4 +1,4 @@
-"""`replicad clients`: who is connected to a daemon, what they follow, how far behind they are, and who was cut."""
+"""`replicad clients`: the connected clients of a daemon, their streams and delays, and clients that were cut."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ COLUMNS = ("number", "name", "peer", "client", "connected_s", "sent_mb", "follow
 CUT_COLUMNS = ("ago_s", "name", "peer", "client", "reason", "why")
 
 
-@click.command("clients", cls=ReplicadCommand, short_help="List the clients of a daemon, and who was cut and why.")
+@click.command(
+    "clients",
+    cls=ReplicadCommand,
+    short_help="List the clients of a daemon, and clients that were cut, with the reason.",
+)
 @json_option
 @http_options
 def command(http: str | None, as_json: bool, **options: Any) -> None:
-    """List the clients that are connected to a daemon, what they follow and how far they are behind, then who was cut.
+    """List the connected clients of a daemon, their streams and delays, then clients that were cut.
 
     The daemon must run with `serve --http`; --http names that address. A client is behind by the time that its next
-    rows have waited for it in memory. One that catches up with old rows of a stream has so many ids to go instead. With
-    --json each line is a client, or a cut (`"cut": true`).
+    rows have waited for it in memory. For a client that catches up with old rows of a stream the number of ids to go is
+    shown instead. With --json each line is a client, or a cut (`"cut": true`).
     """
     if http is None:
         raise UsageError(

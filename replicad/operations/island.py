@@ -178,9 +178,9 @@ class Island:
         if dead:
             trouble.append(f"silent for {silent[beat]:.0f} s")
         elif row["pods"] and row["holder"] is None:
-            trouble.append("nobody reads")
+            trouble.append("no reader")
         if row["backfill_pods"] and (dead or row["holder"] is None):
-            trouble.append("nobody reads the backfill")
+            trouble.append("no reader for the backfill")
         if (row["lag_s"] or 0) > self.warn:
             trouble.append("late")
         if row["parked"]:

@@ -35,7 +35,7 @@ Examples:
 @database_options
 @click.argument("arguments", metavar="[PSQL ARGUMENT...]", nargs=-1, type=click.UNPROCESSED)
 def command(arguments: tuple[str, ...], **options: Any) -> int:
-    """Run psql on the database that is named, or on the embedded one that a running `replicad serve` has started.
+    """Run psql on the named database, or on the embedded Postgres of a running `replicad serve`.
 
     The options of this command come first; everything else is passed to psql. The exit status is psql's.
     """

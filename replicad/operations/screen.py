@@ -71,8 +71,8 @@ def render(pictures: Sequence[Picture], width: int) -> list[Line]:
 
 
 def _about(row: Row) -> Row:
-    """What is shown otherwise than in JSON: of daemons the pid (it counts nothing), the start, and the age of the last
-    beat. Numbers of pods and ids that are estimates are marked with ~.
+    """Values that are shown otherwise than in JSON: of daemons the pid (it counts nothing), the start, and the age of
+    the last beat. Numbers of pods and ids that are estimates are marked with ~.
     """
     if row.get("kind") == "daemon":
         since = str(row["started_at"])[:16].replace("T", " ")
@@ -129,7 +129,7 @@ def _wrapped(text: str, width: int, *, wrong: bool = False) -> list[Line]:
 def _report(row: Row) -> str:
     """The last REPORT of a reader of a tube, with all its counts."""
     counts = ", ".join(f"{name} {_count(value)}" for name, value in row["report"].items() if value is not None)
-    return f"{row['tube']}: {row['reporter']} said {max(row['report_s'], 0):.0f} s ago: {counts}"
+    return f"{row['tube']}: {row['reporter']} reported {max(row['report_s'], 0):.0f} s ago: {counts}"
 
 
 def _count(value: object) -> str:

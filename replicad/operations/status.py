@@ -19,7 +19,7 @@ from replicad.terminal.output import as_json_line, echo
 @json_option
 @database_options
 def command(as_json: bool, **options: Any) -> int:
-    """Show which database this is, the daemons that serve it, and all streams and tubes with what is wrong.
+    """Show the name of the database, the daemons that serve it, and all streams and tubes with their problems.
 
     It is `replicad top --once` with the server's version. `replicad doctor` checks more, and says what to do. If the
     database cannot be used, the exit status says why (docs/operating.md). --json prints one object.

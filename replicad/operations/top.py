@@ -1,4 +1,4 @@
-"""`replicad top`: streams, every partition of every tube, and daemons, live; what is wrong is marked."""
+"""`replicad top`: streams, every partition of every tube, and daemons, live; problems are marked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from replicad.tubes.cli.islands import island_options
 WIDE = 1000  # columns of an output that is no terminal: nothing is cut
 
 
-@click.command("top", cls=ReplicadCommand, short_help="Watch streams, tubes and daemons live, and what is wrong.")
+@click.command("top", cls=ReplicadCommand, short_help="Watch streams, tubes and daemons live, with their problems.")
 @option("--once", is_flag=True, help="Print once and end. This is the default if the output is not a terminal.")
 @option(
     "--interval",
@@ -42,7 +42,7 @@ WIDE = 1000  # columns of an output that is no terminal: nothing is cut
     type=Value(SECONDS),
     default="60",
     show_default=True,
-    help="Mark what has waited for longer than this.",
+    help="Mark rows and pods that have waited for longer than this.",
 )
 @json_option
 @island_options

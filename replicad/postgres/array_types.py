@@ -1,4 +1,4 @@
-"""Connections of the driver that know the array types of Postgres after one of them has asked for them.
+"""Connections of the driver that know the array types of Postgres after a connection has asked for them.
 
 asyncpg looks up each type that it has no codec for, and it has none for most arrays: bigint[] and boolean[], say. It
 does so on every connection, by a recursive query over the catalog that takes Postgres some 6 ms, and by two more that

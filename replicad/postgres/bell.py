@@ -34,7 +34,7 @@ class Bell:
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[Wait]:
-        """Gives a function that returns when one of these sequences has another last value, and which one it is; None
+        """Yields a function that returns when a sequence of the list has another last value, and which; None
         after SECONDS without. A look finds the first of several soonest.
 
         The block keeps one connection to itself. Both raise DatabaseErrors; then poll as if there were no bell.

@@ -18,7 +18,7 @@ class Blockers:
     """The locked sequences and tables among `sources`. `now` is a monotonic clock in seconds."""
 
     def __init__(self, sources: Callable[[], Iterable[Source]], now: Callable[[], float]) -> None:
-        self.holders: dict[int, Holder] = {}  # by the oid of what is locked
+        self.holders: dict[int, Holder] = {}  # by the oid of the locked object
         self._sources = sources
         self._now = now
         self._waits_left = 0

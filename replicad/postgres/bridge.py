@@ -1,7 +1,7 @@
 """The bridge from trio to asyncpg. Only this module imports asyncpg and trio_asyncio.
 
-A `Database` is a bounded pool of connections to one Postgres. A `Connection` (connection.py) is one of them, held for a
-while. Errors of the driver become replicad's own (failures.py).
+A `Database` is a bounded pool of connections to one Postgres. A `Connection` (connection.py) is a connection of the
+pool, held for a while. Errors of the driver become replicad's own (failures.py).
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ class DatabaseStatistics:
 
 
 class Fence:
-    """Which run of which server the connections of some pools must lead to: the one that positions are read from.
+    """Which run of which server the connections of some pools must lead to: the run from which positions are read.
 
     While an address moves from one server to another, connections to both can be open. Rows that one server has must
     not be read for positions of the other. The leader (`Horizon`) calls `lead` on each new connection. From then on
-    connections to another server are not used: idle ones are closed, a new one is refused, and `strayed` is set, so
-    that the leader connects anew and sees which server it is.
+    connections to another server are not used: idle connections are closed, a new connection is refused, and `strayed`
+    is set, so that the leader connects anew and sees which server it is.
     """
 
     def __init__(self) -> None:
@@ -347,8 +347,8 @@ class Database:
     async def _verify(self, connection: Connection) -> Row:
         """Refuse a connection that is not one session of Postgres; returns settings of the session.
 
-        Two transactions are made: a pooler may give each of them to another session. The first one is no prepared
-        statement, which a pooler may not know in its next session.
+        Two transactions are made: a pooler may give each of them to another session. The first transaction has no
+        prepared statement, which a pooler may not know in its next session.
         """
         pid = connection.key_pid or await connection.fetch_value("SELECT pg_backend_pid()")  # 0: no key was sent
         if await connection.execute(f"SELECT 1 WHERE pg_catalog.pg_backend_pid() = {pid}") != "SELECT 1":
@@ -394,14 +394,15 @@ async def open_database(
     fence: Fence | None = None,
     local_commits: bool = False,
 ) -> AsyncIterator[Database]:
-    """Open a pool of at most `size` connections. One is made at once, to check that the server is there and new enough.
+    """Open a pool of at most `size` connections. A connection is made at once, to check that the server answers and is
+    new enough.
 
     Time-outs are seconds: to connect, for one statement and for one lock (kept by Postgres itself; None for none), and
     to wait for a free connection. Every connection has the FIXED settings and READ COMMITTED. Starts an asyncio loop
     for the driver, if none is running. With `identify`, `Database.backends` lists our processes. `by_index`: statements
     read large tables in the order of an index, and keep one plan. Pools with one `fence` use connections to one run of
     one server only. `local_commits`: a commit waits for the local disk, and for no standby, whatever Postgres is set to
-    (docs/operating.md has a table of what is written so).
+    (docs/operating.md has a table of the data that is written so).
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
     `min_version`), each with a sentence for the operator.

@@ -1,11 +1,11 @@
 """Runs the callbacks of the driver's loop in few turns of trio.
 
 trio_asyncio gives each callback of asyncio a turn of trio of its own, in which the kernel is asked for events. One
-answer of Postgres is three to five callbacks. Here those that are queued run one after the other, as in asyncio itself,
-and those that follow from an answer run in the task that has read it. A short statement then takes half to two thirds
+answer of Postgres is three to five callbacks. Here queued callbacks run one after the other, as in asyncio itself, and
+callbacks that follow from an answer run in the task that has read it. A short statement then takes half to two thirds
 of the processor time (measured), and the poller sends hundreds a second.
 
-It replaces private parts of trio_asyncio's loop. A version that lacks one of them is left as it is.
+It replaces private parts of trio_asyncio's loop. A version that lacks any of these parts is left unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def hasten(loop: Any) -> None:
 
 
 class _Queue:
-    """What is to be run, both ends of it: callbacks, timers, and trio functions that are to be started."""
+    """The queue of work, both ends of it: callbacks, timers, and trio functions that are to be started."""
 
     def __init__(self) -> None:
         self.held = False  # a task runs the callbacks that come now itself
@@ -62,7 +62,7 @@ class _Queue:
         return self._handles.popleft()
 
     def run_nowait(self) -> None:
-        """Run the callbacks that come first. The main loop is woken for what is left, which need not be callbacks."""
+        """Run the callbacks that come first. The main loop is woken for the rest, which need not be callbacks."""
         for _ in range(MOST):
             if not self._handles or type(self._handles[0]) is not asyncio.Handle:
                 break

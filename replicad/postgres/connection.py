@@ -271,7 +271,7 @@ class Connection:
         opening: str = "",
         idle: float | None = IDLE,
     ) -> AsyncIterator[None]:
-        """A transaction, or a savepoint if one is open: committed at the end, rolled back on any exception.
+        """A transaction, or a savepoint within an open transaction: committed at the end, rolled back on any exception.
 
         `idle`: seconds after which Postgres ends the session if it gets no statement of the transaction, so that a
         process of ours that is suspended holds no locks for longer. None: the transaction belongs to a user's program,
@@ -384,7 +384,7 @@ class Connection:
         try:
             return await method(*args, **named)
         except asyncio.CancelledError:
-            raise  # by the one who waits for all of `together`
+            raise  # by the caller that waits for all of `together`
         except self._settings.driver_errors as error:
             raise self._failure(error) from error
 
@@ -404,7 +404,7 @@ class Connection:
         return result
 
     def _failure(self, error: BaseException) -> BaseException:
-        """Our error for one of the driver's."""
+        """Our error for an error of the driver."""
         if isinstance(error, AttributeError) and not self.is_closed:
             raise error  # a defect of ours, and not an effect of a lost connection in the driver
         self.is_read_only |= failures.is_read_only(error)

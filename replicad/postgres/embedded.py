@@ -71,7 +71,7 @@ class EmbeddedPostgres:
     Several processes (and several objects in one) may share a folder: the first starts the server, the last stops
     it. If a process was killed with SIGKILL, the next one takes over its server. Ctrl-C in a terminal does not reach
     the server, which has a session of its own. `settings` are added to ours when this object starts the
-    server; one that runs already keeps its own. Local connections need no password (the socket lies in a folder that is
+    server; a running server keeps its own. Local connections need no password (the socket lies in a folder that is
     closed to other accounts); TCP, where `listen_addresses` opens it, does.
 
     Entering raises EnvironmentRefused (package missing, data of another major version, folder not writable, server
@@ -89,7 +89,7 @@ class EmbeddedPostgres:
         self._began = False  # whether this object began to start the server
 
     def __enter__(self) -> EmbeddedPostgres:
-        """Start the server if it does not run, and become one of its users."""
+        """Start the server if it does not run, and register this process as a user of it."""
         self._programs = find_programs()
         _make_folder(self.folder)
         self._account = _server_account(self.data)
@@ -137,7 +137,7 @@ class EmbeddedPostgres:
         return pid if pid is not None and _serves(pid, self.data) else None
 
     def run_program(self, name: str, *args: str, timeout: float = 60) -> None:
-        """Run one of the server's programs (`psql`, `pg_ctl`, ...) as the server's account.
+        """Run a program of the server (`psql`, `pg_ctl`, ...) as the server's account.
 
         Raises EnvironmentRefused with the end of its output when it fails or takes longer than `timeout` seconds.
         """
@@ -334,7 +334,9 @@ class EmbeddedPostgres:
 
 @contextmanager
 def embedded_postgres(folder: Path | None = DEFAULT_FOLDER, settings: Mapping[str, str] | None = None) -> Iterator[str]:
-    """`EmbeddedPostgres` as a context manager that returns the URL. `folder` None: one of its own, gone afterwards."""
+    """`EmbeddedPostgres` as a context manager that returns the URL. `folder` None: a folder of its own, removed
+    afterwards.
+    """
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replicad-")))
@@ -398,7 +400,7 @@ def _check_way(folder: Path, account: pwd.struct_passwd) -> None:
 
 
 def reachable(folder: Path) -> bool:
-    """Whether the server would reach its data in this folder, or in one that is made there."""
+    """Whether the server would reach its data in this folder, or in a folder that is made there."""
     account = _server_account(folder / "data")
     return account is None or barrier(folder.absolute(), account) is None
 

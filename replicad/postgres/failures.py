@@ -184,7 +184,7 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
     return kind(f"Postgres at {target} {what}", sqlstate=state)
 
 
-# What the driver says of an argument: its number, the value, and what is wrong with it.
+# What the driver says of an argument: its number, the value, and the fault.
 _ARGUMENT = re.compile(r"invalid input for query argument \$\d+(?: in element #\d+ of .* sequence)?: (.*) \((.*)\)")
 _SHOWN = 100  # characters of a value
 
@@ -195,7 +195,8 @@ def _value_text(error: BaseException) -> str:
     return text if found is None else f"{visible(found[1][:_SHOWN])}: {found[2]}"
 
 
-# What is missing where Postgres denies something. It does not say which right a statement needs on a table.
+# The right that is missing where Postgres denies an access. Postgres does not name the right that a statement needs on
+# a table.
 _DENIED = re.compile(r"permission denied for (database|schema|function|sequence|table|view) (\S+)")
 _GRANTS = {
     "database": "CREATE ON DATABASE",

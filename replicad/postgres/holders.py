@@ -56,7 +56,7 @@ async def fetch_holders(
         except errors.DatabaseUnavailable:
             raise
         except errors.DatabaseError as error:
-            # The right was revoked, or the table is gone. The registry notices it within a second.
+            # The right was revoked, or the table was dropped. The registry notices it within a second.
             if not means(error.sqlstate, (*sqlstates.NO_RIGHT, *sqlstates.MISSING)):
                 raise
     return await connection.fetch(sql.replace("{key}", _UNKNOWN), *args, False, *taken, *after)

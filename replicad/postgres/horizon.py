@@ -59,12 +59,12 @@ __all__ = [
     "reservation_key",
 ]
 
-FEW = 64  # sequences: so many are read by each poll; of more, those that have moved
+FEW = 64  # sequences that each poll reads; of more, only sequences that have moved
 IN_TURN = 16  # streams that each check looks at for no other reason than that it is their turn
 STUCK_AFTER = 60.0  # seconds after which a holder that keeps a position back is an alarm
 _INSPECT_EVERY = 5.0  # seconds between two checks of tables and sequences
 _LIKELY = 2.0  # seconds for which each poll reads a sequence that has moved
-_PAUSE_OF_ALL = 4  # after a look for those of many sequences that have moved, none is made for so many times as long
+_PAUSE_OF_ALL = 4  # after a look for moved sequences among many, none is made for so many times as long
 _BARRIER_EVERY = 0.02  # seconds between forced flushes: up to PostgreSQL 16 each costs a transaction id
 
 # The barrier must not wait for a standby that is down: only the local disk matters after a crash. If a standby that
@@ -100,8 +100,8 @@ class Horizon:
         self._now = now
         self._stuck_after = stuck_after
         self._watched: dict[str, Watched] = {}
-        self._busy: dict[str, Watched] = {}  # those that each poll looks at, whether their sequence moves or not
-        self._sharing: dict[int, dict[str, Watched]] = {}  # those of each sequence or positions table, by its oid
+        self._busy: dict[str, Watched] = {}  # streams that each poll reads, whether their sequence moves or not
+        self._sharing: dict[int, dict[str, Watched]] = {}  # streams of each sequence or positions table, by its oid
         self._readings: dict[str, Reading] = {}
         self._held_open = AsyncExitStack()
         self._connection: Connection | None = None
@@ -155,7 +155,9 @@ class Horizon:
         self._record_begin("watch", watched)
 
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
-        """Set the writers of a stream. A holder whose application_name is one of them holds back that writer only."""
+        """Set the writers of a stream. A holder whose application_name is the name of a writer holds back that writer
+        only.
+        """
         self._watched[name].writers = frozenset(writers)
 
     def unwatch(self, name: str) -> None:
@@ -174,8 +176,8 @@ class Horizon:
         """One round for all watched streams. The mapping is the same object until something changes, and so is each
         Reading.
 
-        Of more than FEW sequences, a round reads those that have moved lately or are `expected` to have. Which others
-        have moved is asked as often as that takes a fifth of the time.
+        Of more than FEW sequences, a round reads the sequences that have moved lately or are `expected` to have. A
+        query for other moved sequences is sent so often that it takes a fifth of the time.
 
         Raises DatabaseUnavailable and other DatabaseErrors (poll again later: no position was lost or is too high) and
         StandbyRefused.
@@ -198,7 +200,7 @@ class Horizon:
             await self._poll_tables(connection, due)
             await self._flush(connection, due, now)
         finally:
-            self._record(due)  # also what was read before a step failed: the next poll may build on it
+            self._record(due)  # also readings before a step failed: the next poll may build on it
         self._update_readings([*due, *self._busy.values()], now)
         return self._readings
 
@@ -250,8 +252,8 @@ class Horizon:
         return {sequence: read[sequence] for some in (likely, self._sharing) for sequence in some}
 
     async def _pinned(self) -> Connection:
-        """Our connection. After a new one is made, readings that were not published are dropped: Postgres may have
-        crashed.
+        """Our connection. After a new connection is made, readings that were not published are dropped: Postgres may
+        have crashed.
         """
         strayed = self._db.fence is not None and self._db.fence.strayed
         if self._connection is not None and not self._connection.is_closed and not strayed:
@@ -297,7 +299,7 @@ class Horizon:
         self._inspect_at = 0.0
 
     async def _inspect(self, connection: Connection, *relations: int) -> None:
-        """Check streams: refuse those that cannot be served, accept those that were mended.
+        """Check streams: refuse streams that cannot be served, accept streams that were repaired.
 
         Of many streams that work, some are checked in turn: the first poll that moves one of them compares its name and
         its sequence (the query horizon_holders), and differences are checked at once. `relations`: as in
@@ -344,7 +346,7 @@ class Horizon:
         self, connection: Connection, asked: list[Watched], found: Mapping[int, Mapping[str, object]]
     ) -> None:
         """Find out which streams' ids may be rows of another table now. Column defaults were read before: the next poll
-        notices one that is made after this look.
+        notices a default that is made after this look.
         """
         strayed: dict[int, str | None] = {}
         for home in {w.source.identity.home for w in asked if w.source.identity is not None}:
@@ -400,8 +402,8 @@ class Horizon:
             watched.flushed = flushed
 
     async def _feed(self, connection: Connection, fed: list[_Fed], now: float) -> int:
-        """Step 2; returns how far the WAL is flushed. Our own sessions are listed before it is sent; one that begins
-        meanwhile counts as a holder.
+        """Step 2; returns how far the WAL is flushed. Our own sessions are listed before it is sent; a session that
+        begins meanwhile counts as a holder.
         """
         watched = [w for w, _, _ in fed]
         sources, sequences = [w.source for w in watched], [w.sequence for w in watched]
@@ -419,7 +421,7 @@ class Horizon:
         return int(rows[0]["flushed"])
 
     async def _given_out(self, connection: Connection, watched: Watched, value: Value) -> int | None:
-        """`Watched.given_out`, after the list of holders was made: no row can come below it unless one of these writes
+        """`Watched.given_out`, after the list of holders was made: no row can appear below it unless a holder writes
         it. None: the rows cannot be read now.
         """
         source, known = watched.source, watched.given_out(value)

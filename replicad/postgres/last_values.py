@@ -1,4 +1,4 @@
-"""Reads the last values of the sequences that are watched: together, or one by one when one of them cannot be read."""
+"""Reads the last values of the sequences that are watched: together, or one by one when a sequence cannot be read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ REREAD: Final = 16  # unused sequences; so many are read again after each check,
 
 
 class LastValues:
-    """What was read last, and how to read it.
+    """The last readings, and how to read again.
 
-    `inspect` checks the streams of a sequence (oid) and refuses those that cannot be served; `inspect_soon` asks for
+    `inspect` checks the streams of a sequence (oid) and refuses streams that cannot be served; `inspect_soon` asks for
     that at the next poll.
     """
 
@@ -57,7 +57,8 @@ class LastValues:
         self._moved = set()
 
     async def fetch(self, connection: Connection, active: list[Watched]) -> dict[int, Value] | None:
-        """Those of all sequences that exist, may be read and are not locked. None: try again at the next poll.
+        """The last values of all sequences that exist, may be read and are not locked. None: try again at the next
+        poll.
 
         If Postgres refuses to read a sequence, only its own stream is refused.
         """
@@ -102,7 +103,7 @@ class LastValues:
         return await self._fetch(connection, {watched.sequence: watched.sequence_reader})
 
     async def _one_by_one(self, connection: Connection, active: list[Watched]) -> dict[int, Value]:
-        """They cannot be read together: read each alone, to find the one that fails."""
+        """They cannot be read together: read each alone, to find the sequence that fails."""
         values: dict[int, Value] = {}
         for watched in active:
             if watched.sequence in values or watched.sequence in self._blockers.holders:

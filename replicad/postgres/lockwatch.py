@@ -24,8 +24,8 @@ _PENDING_MAX = 256  # unflushed readings that are remembered; forgetting one onl
 class Hold:
     """A transaction that may still write rows, as listed at one poll.
 
-    `key` names it as long as it lasts (its virtual transaction, or a reservation); one that is prepared may change it.
-    `writer` is its application_name. `bound`: of a reservation, whose ids are all above it.
+    `key` names it as long as it lasts (its virtual transaction, or a reservation); a prepared transaction may change
+    it. `writer` is its application_name. `bound`: of a reservation, whose ids are all above it.
     """
 
     key: str
@@ -48,7 +48,7 @@ class _FlushGate:
         self._pending: deque[tuple[int, int]] = deque()
 
     def saw(self, last_value: int, inserted: int) -> None:
-        """`last_value` was read before the WAL ended at `inserted`; the earliest such place is the one that counts."""
+        """`last_value` was read before the WAL ended at `inserted`; the earliest such place counts."""
         newest = self._pending[-1][0] if self._pending else self.limit
         if newest is None or last_value > newest:
             if len(self._pending) == _PENDING_MAX:
@@ -75,8 +75,9 @@ class _FlushGate:
 class LockWatch:
     """The persisted-up-to position of one sequence-fed table.
 
-    `published` is the position that readers got before (from any daemon), `per_writer` those of single writers. They
-    count as safe, and so does every position that this object has returned. `position` is None until one is known.
+    `published` is the position that readers got before (from any daemon), `per_writer` the positions of single writers.
+    They count as safe, and so does every position that this object has returned. `position` is None until a position is
+    known.
     """
 
     def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
@@ -118,7 +119,7 @@ class LockWatch:
     def feed(self, last_value: int, inserted: int, holds: Iterable[Hold], writers: Collection[str] = ()) -> None:
         """One poll: the sequence's last value, the end of the WAL read after it, then the holds listed after that.
 
-        `writers` are the writers of this table: a hold by one of them holds back that writer only. A poll may list
+        `writers` are the writers of this table: a hold by such a writer holds back that writer only. A poll may list
         again: it feeds the same last value with the later list, and a hold that is new in it has that value as bound.
         """
         published = [value for value in (self.position, *self.per_writer.values()) if value is not None]
@@ -195,7 +196,7 @@ class LockWatch:
         return safe
 
     def _show(self) -> None:
-        """Raise the positions to what is both safe and flushed. They never fall here."""
+        """Raise the positions to the highest ids that are both safe and flushed. They never fall here."""
         limit = self._gate.limit
         if limit is None:
             return

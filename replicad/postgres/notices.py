@@ -26,7 +26,7 @@ class Notices:
             self._put.send_nowait(payload)
 
     def close(self, _driver: object = None) -> None:
-        """No more payloads will come; those that have come can still be taken."""
+        """No more payloads will come; received payloads can still be taken."""
         self._put.close()
 
     async def next(self, patience: float) -> str:

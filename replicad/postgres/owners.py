@@ -1,6 +1,6 @@
 """Statements on a user's table, run as the owner of the table by a function that `stream_reader_ensure` has made.
 
-Whoever owns a table has code run by those who read it. So a statement goes as text to the function, its *reader*, which
+Reading a table runs code of its owner. So a statement goes as text to the function, its *reader*, which
 runs it with the rights of the owner and lets that code change nothing of our session; the SQL says how.
 """
 
@@ -40,7 +40,7 @@ class Queries(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AsOwner:
-    """Statements on one table, like those of a `Database`. `reader`: the function, quoted; `table`: the oid.
+    """Statements on one table, with the methods of a `Database`. `reader`: the function, quoted; `table`: the oid.
 
     `bound`: bytes after which `lines` and `copy_out` end, after a whole row.
     """
@@ -82,7 +82,7 @@ class AsOwner:
 
     async def copy_values(self, query: str, sink: Sink, timeout: float | None = None) -> bool:
         """`Connection.copy_values`; returns whether there may be more values."""
-        held = b""  # the last value: it may be one that the reader has added
+        held = b""  # the last value: the reader may have added it
 
         async def take(value: bytes) -> None:
             nonlocal held
@@ -125,7 +125,7 @@ class _Ending:
     def __init__(self, sink: Callable[[bytes], Awaitable[None]]) -> None:
         self._sink = sink
         self._held = b""
-        self._whole = True  # what was passed on ends with a whole line
+        self._whole = True  # the data so far ends with a whole line
 
     async def take(self, data: bytes) -> None:
         if len(data) < _LAST:

@@ -2,7 +2,7 @@
 
 Postgres refuses to run as root. So the server of root has an account of its own, which may not pass through folders
 such as the closed home of root. The rights of folders that we did not make are left as they are. Programs that lie in
-such a folder are copied to one that every account may read.
+such a folder are copied to a folder that every account may read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def find_programs() -> Path:
 
 
 def usable_programs(programs: Path, account: pwd.struct_passwd, shared: Path = SHARED) -> Path:
-    """A folder with these programs that the account may run: this one, or the one of a copy in `shared`.
+    """A folder with these programs that the account may run: this folder, or the folder of a copy in `shared`.
 
     Raises EnvironmentRefused if `shared` cannot be used.
     """

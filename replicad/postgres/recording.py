@@ -1,7 +1,7 @@
 """A recording of polls (`replicad serve --record-polls FILE`), and a checker that replays it.
 
-The checker holds what was published against the rules of docs/positions.md. It does not use `lockwatch`, so a mistake
-there is not made here again. The stress tests use it.
+The checker compares the published positions with the rules of docs/positions.md. It does not use `lockwatch`, so a
+mistake there is not made here again. The stress tests use it.
 
 A recording has one JSON object on each line:
 
@@ -60,7 +60,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         file, self._file = self._file, None
         try:
-            file and file.close()  # writes what is buffered
+            file and file.close()  # writes the buffer
         except OSError as error:
             log.warning("recording_ended", reason=str(error))
 
@@ -184,8 +184,8 @@ def _poll(stream: _Stream, entry: Mapping[str, Any]) -> list[str]:
 
 
 def _bounds(stream: _Stream, holders: Iterable[Hold]) -> dict[str, _Held]:
-    """Below which id no holder can write: that one that it names itself; else the last value of the poll before the
-    first that listed it; else, at the first poll, what was published.
+    """The id below which no holder can write: the bound that it names itself; else the last value of the poll before
+    the first that listed it; else, at the first poll, the published position.
     """
     before = stream.position if stream.last_value is None else stream.last_value
     found = {}
@@ -196,7 +196,7 @@ def _bounds(stream: _Stream, holders: Iterable[Hold]) -> dict[str, _Held]:
             found[hold.key] = _Held(known.bound, known.writer if same else None)
         elif hold.bound is not None:
             found[hold.key] = _Held(hold.bound, hold.writer)
-        elif hold.prepared and stream.held:  # it may be any of those that were listed, under another name
+        elif hold.prepared and stream.held:  # it may be any listed transaction, under another name
             bounds = [held.bound for held in stream.held.values()]
             found[hold.key] = _Held(None if None in bounds else min(b for b in bounds if b is not None), None)
         else:
@@ -211,4 +211,4 @@ def _allowed(stream: _Stream, held: Iterable[_Held]) -> int | None:
 
 def _why(stream: _Stream) -> str:
     held = ", ".join(f"{key} above {one.bound}" for key, one in sorted(stream.held.items()))
-    return f"last value {stream.last_value}, on disk {stream.durable}, held by {held or 'nobody'}"
+    return f"last value {stream.last_value}, on disk {stream.durable}, held by {held or 'no transaction'}"

@@ -10,18 +10,18 @@ Each feature's folder has its part in `sql/`. This file finds out which version 
                         COMMENT ON is public: users may call it, and docs/sql.md lists it. All other functions, and all
                         tables, are for replicad's own programs
     sql/upgrade/N.sql   run before them over an installation older than version N: changes tables, drops functions that
-                        are gone, or whose result or names of arguments changed; N is then the version in part.toml
-    sql/down.sql        one statement, run first when the part is removed: undoes what is outside of the schema
-    sql/released.json   what each released version created
+                        are removed, or whose result or names of arguments changed; N is then the version in part.toml
+    sql/down.sql        one statement, run first when the part is removed: undoes changes outside of the schema
+    sql/released.json   the objects that each released version created
     sql/query/TOPIC.sql not installed: queries of the program, see `statements`
 
 Functions, tables, sequences, views and types that the files create at the start of a line are removed by name.
 
 Versions. The number of a part grows by one with every release that changes its SQL; tests/schema has the digest of
 each. Programs of neighbouring versions run side by side while an installation is upgraded, so a function that an older
-program calls keeps its name, its arguments and the columns of its result. What has to change gets a new name; the old
-one stays as long as `serves` names a version that calls it. A program never touches an installation that is newer than
-itself, and uses it only if that installation says that it serves programs of this version.
+program calls keeps its name, its arguments and the columns of its result. A function that has to change gets a new
+name; the old function stays as long as `serves` names a version that calls it. A program never touches an installation
+that is newer than itself, and uses it only if that installation declares that it serves programs of this version.
 
 Builds. Within one version the digest distinguishes development builds. A build replaces the SQL of another build once.
 If it is replaced itself later, it leaves the SQL as it is. So two builds that run side by side do not replace each

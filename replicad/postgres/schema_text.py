@@ -18,7 +18,7 @@ from typing import Literal
 
 from replicad.postgres.literals import quote_ident, quote_literal
 
-Part = str  # the name of a part, one of `declarations`
+Part = str  # the name of a part in `declarations`
 Direction = Literal["up", "down"]
 
 PACKAGE = Path(__file__).parents[1]

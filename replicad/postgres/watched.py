@@ -55,7 +55,7 @@ class LockSource:
     the column `id_column` (not quoted).
 
     `own_deletes`: the horizon's `own_backends` only delete from this table, so they do not hold its position back.
-    `has_sequence`: no other table has ids of the sequence, so that every transaction that took one of them counts.
+    `has_sequence`: no other table has ids of the sequence, so that every transaction that drew such an id counts.
     `reader`, `sequence_reader`: the functions that read the table and the sequence as their owner (owners.py); None if
     our own role reads them.
     """
@@ -158,10 +158,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A sequence's last value, and what was read after it: ends of the WAL, and the sequence's file.
+    """A sequence's last value, and readings after it: ends of the WAL, and the sequence's file.
 
-    `moved`: the value has changed since this connection read it first. So an id was taken, or a value was set, in the
-    present run of the server, and the WAL has it. Before that the value may be one that no writer was given: Postgres
+    `moved`: the value has changed since this connection read it first. So an id was drawn, or a value was set, in the
+    present run of the server, and the WAL has it. Before that no writer may have got the value: Postgres
     logs a sequence up to 32 values ahead, and a promoted standby, or a server after a crash, shows the logged value.
     """
 
@@ -247,11 +247,11 @@ class Watched:
         return watch
 
     def given_out(self, value: Value) -> int | None:
-        """The highest id that is known to have been given out, and logged. None: the table's rows have to tell it.
+        """The highest id that is known to have been issued, and logged. None: it must be read from the table's rows.
 
-        A value that has not moved in this run of the server may lie up to 32 above what was given out. A published
-        position was given out, and so were the ids of rows. What lies above them may come again for other rows, on
-        this server or on one that takes over.
+        A value that has not moved in this run of the server may lie up to 32 above the last issued id. A published
+        position was issued, and so were the ids of rows. Higher ids may be issued again for other rows, on this server
+        or on a server that takes over.
         """
         published = self._published()
         if value.moved or value.last_value <= published:
@@ -270,13 +270,13 @@ class Watched:
         return max((position for position in known if position is not None), default=NO_ID)
 
     def restart(self) -> None:
-        """A new connection, perhaps to another server: drop what was read and not published."""
+        """A new connection, perhaps to another server: drop readings that were not published."""
         self.last_row = None
         self.inspected = False
         self.watch.restart()
 
     def refuse(self, reason: str) -> None:
-        """Do not serve the stream until `accept`. What was known of its holders is dropped."""
+        """Do not serve the stream until `accept`. The data about its holders is dropped."""
         self.refused = StreamRefused(reason)
         self.stale = True
         self.watch.restart()
@@ -301,7 +301,7 @@ class Watched:
         self.refused = None
 
     def block(self, holder: Holder | None) -> None:
-        """Its sequence or positions table is locked by `holder`, or by nobody."""
+        """Its sequence or positions table is locked by `holder`; None: it is not locked."""
         self.stale |= holder is not None or self.blocked_by is not None
         self.blocked_by = holder
 
@@ -383,7 +383,7 @@ class Watched:
         return self._holders.get(lowest)
 
     def _note_foreign_reservations(self, last_value: int) -> None:
-        """Find reservations that are not ours: the bound of a real one is at most the present last value."""
+        """Find reservations that are not ours: the bound of a real reservation is at most the present last value."""
         self._foreign = tuple(
             f"stream {self.name}: pid {holder.pid} ({holder.application_name}) holds an advisory lock in the band of "
             f"the reservations with bound {holder.bound}, which the sequence has not reached: the lock is not one of "

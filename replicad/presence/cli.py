@@ -1,4 +1,4 @@
-"""`replicad presence`: enable and disable presence, list users who are online and their addresses."""
+"""`replicad presence`: enable and disable presence, list online users and the addresses of users."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _limit_option = option("--limit", type=Value(WHOLE, 1, 1_000_000), default=1000,
 _GRACE = Value(SECONDS, 0, 86_400)
 
 
-@click.group("presence", cls=ReplicadGroup, short_help="Who is online, as workers report by USER_SYNC.")
+@click.group("presence", cls=ReplicadGroup, short_help="Online users, as workers report them by USER_SYNC.")
 def command() -> None:
-    """Who is online: a stream `presence`, made of the workers' USER_SYNC and CLEAR_USER_SYNC.
+    """Online users: a stream `presence`, written from the workers' USER_SYNC and CLEAR_USER_SYNC.
 
     \b
       replicad presence enable
@@ -93,7 +93,7 @@ def disable(yes: bool, **options: Any) -> None:
 @json_option
 @database_options
 def list_users(offline: bool, limit: int, as_json: bool, **options: Any) -> None:
-    """List the users who are online, since when, and how many daemons have devices of them."""
+    """List the online users, since when, and how many daemons have devices of them."""
 
     from replicad.presence.repository import PresenceRepository
 

@@ -1,4 +1,4 @@
-"""The commands by which workers report who is online."""
+"""The commands by which workers report online users."""
 
 from __future__ import annotations
 

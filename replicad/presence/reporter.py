@@ -1,7 +1,7 @@
 """The worker's side of presence: reports its users on one connection, and all of them again on every new connection.
 
 A daemon keeps the reports of a lost connection only for a grace period. So the worker must notice the loss at once and
-report again. The daemons decide who is online.
+report again. The daemons decide which users are online.
 """
 
 from __future__ import annotations

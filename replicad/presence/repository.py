@@ -135,13 +135,13 @@ class PresenceRepository:
         )
 
     async def write_again(self) -> None:
-        """Write a row again for every user who is online and whose rows were removed."""
+        """Write a row again for every online user whose rows were removed."""
         beyond: str | None = ""
         while beyond is not None:
             beyond = await call_value(self._db, self._name, "presence_retell", beyond, BATCH)
 
     async def users(self, limit: int, *, offline: bool = False) -> list[dict[str, Any]]:
-        """The newest row of each user who is online, by name; with `offline`, of every user in the stream."""
+        """The newest row of each online user, by name; with `offline`, of every user in the stream."""
         await self._require()
         rows = await self._db.fetch(
             f"""

@@ -157,7 +157,7 @@ class Roster:
             for key in over:
                 self._end_stay(key)
 
-    # --- what is written ---
+    # --- rows ---
 
     @property
     def has_changes(self) -> bool:

@@ -93,7 +93,7 @@ class PresenceService:
         self._ips_came = trio.Event()
         self._scope = trio.CancelScope()
         self._written = 0
-        self._upgraded = False  # what is installed is of this version
+        self._upgraded = False  # the installed part is of this version
         self._relay = relay
         relay.on(ClearUserSync, partial(self.clear, elsewhere=True))
 

@@ -165,7 +165,8 @@ class Vocabulary:
         """Parse one line (without its end) from `sender`.
 
         Raises:
-            RemoteProtocolError: a control character, an unknown command, one of the other side, or wrong arguments.
+            RemoteProtocolError: a control character, an unknown command, a command of the other side, or wrong
+                arguments.
         """
         name, _, arguments = line.partition(" ")
         kind = self._from[sender].get(name)

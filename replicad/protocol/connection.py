@@ -162,7 +162,7 @@ class Connection:
         Blank lines are ignored. After an exception the connection is CLOSED.
 
         Raises:
-            RemoteProtocolError: the line is not UTF-8, no command, one of the wrong side, malformed or too long.
+            RemoteProtocolError: the line is not UTF-8, no command, a command of the wrong side, malformed or too long.
             NotAuthorised: a token is required, and the command came before AUTH.
         """
         while self._waiting:

@@ -64,12 +64,12 @@ def _choices(known: Mapping[str, Any], kind_name: str) -> Kind:
 
 
 def choice(**known: Any) -> Kind:
-    """One of a few words; each stands for a value."""
+    """A word of a fixed set; each has a value."""
     return _choices(known, "choice")
 
 
 def one_of(*words: str) -> Kind:
-    """One of a few words; the word is the value."""
+    """A word of a fixed set; the word is the value."""
     return _choices({word: word for word in words}, "one_of")
 
 
@@ -254,7 +254,7 @@ class Form:
         return values
 
     def _read_more(self, words: list[str], *, first: bool) -> dict[str, Any]:
-        """The values of optional words, options, literal and rest, by name; without those that are absent."""
+        """The values of optional words, options, literal and rest, by name; without absent ones."""
         values: dict[str, Any] = {}
         if self._rest is not None:
             if not all(words):

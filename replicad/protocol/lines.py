@@ -1,6 +1,6 @@
 """Split received bytes into lines, and into announced raw bytes, in linear time and bounded memory.
 
-Knows only the first word of a line: raw bytes may follow one that begins with `stop`.
+Knows only the first word of a line: raw bytes may follow a line that begins with `stop`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LineBuffer:
     def feed(self, data: bytes) -> bytes:
         """Take received bytes; return all lines that are now complete as one block, with their ends.
 
-        The lines before one that is too long are returned; the next call raises.
+        The lines before a line that is too long are returned; the next call raises.
 
         Raises:
             LineTooLong: a line that began before this call is too long.

@@ -112,7 +112,7 @@ class Vector:
         )
 
     def compare(self, other: Vector) -> int | None:
-        """-1, 0 or 1 where one is behind, equal or ahead for every writer; None where they are incomparable.
+        """-1, 0 or 1 where this token is behind, equal or ahead for every writer; None where they are incomparable.
 
         Raises:
             BadToken: the two are of different epochs.

@@ -38,8 +38,8 @@ def bad(command: str, what: str) -> RemoteProtocolError:
 def refuse_controls(line: str, sender: Side) -> None:
     """Refuse a line with a character that could not be sent on, or that could change a terminal or a log.
 
-    A client's line may have no control character. A server's line may have those of rows: JSON escapes characters below
-    U+0020, but neither DEL nor U+0080 to U+009F, and a TAB may be between two values.
+    A client's line may have no control character. A server's line may have control characters of rows: JSON escapes
+    characters below U+0020, but neither DEL nor U+0080 to U+009F, and a TAB may be between two values.
 
     Raises:
         RemoteProtocolError: with the character and its place.

@@ -1,4 +1,4 @@
-"""Who publishes to Redis, in Postgres: the role, its term, and what was published before (docs/leases.md)."""
+"""The publisher to Redis, in Postgres: the role, its term, and the published positions (docs/leases.md)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The role, held by us under a term; `tokens` of what was published before."""
+    """The role, held by us under a term; `tokens`: the published positions."""
 
     term: int
     tokens: Tokens
@@ -63,7 +63,7 @@ class PublisherBook:
         await schemas.install(self._db, "redis", self._name)
 
     async def look(self) -> Standing | None:
-        """Who has the role; None if nobody ever had. Call it regularly."""
+        """The holder of the role; None if no daemon ever had it. Call it regularly."""
         row = await self._db.fetch_row(f"SELECT holder, beat FROM {self._table} WHERE server = $1", self._server)
         silent = self._watch.observe([] if row is None else [row["beat"]], self._now())
         return None if row is None else Standing(row["holder"], row["beat"], silent[row["beat"]])
@@ -74,7 +74,7 @@ class PublisherBook:
         return None if row is None else Turn(row["term"], json.loads(row["tokens"]))
 
     async def renew(self, term: int, tokens: Tokens) -> bool:
-        """Keep the role, and store what was published. False: it is lost."""
+        """Keep the role, and store the published positions. False: it is lost."""
         kept: bool = await call_value(
             self._db, self._name, "redis_renew", self._server, term, json.dumps(tokens), result="boolean"
         )

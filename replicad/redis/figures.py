@@ -24,8 +24,8 @@ BEHIND = Family(
     COUNTER,
     "How often so much waited that rows were put aside, to be read from Postgres again.",
 )
-HEARD = Family("replicad_redis_heard_commands_total", COUNTER, "Commands of other processes, heard over Redis.")
-REFUSED = Family("replicad_redis_refused_lines_total", COUNTER, "Lines heard that are no commands, or were refused.")
+HEARD = Family("replicad_redis_heard_commands_total", COUNTER, "Commands of other processes, received over Redis.")
+REFUSED = Family("replicad_redis_refused_lines_total", COUNTER, "Received lines that are no commands, or were refused.")
 FAMILIES = (PUBLISHER, CONNECTED, LINES, WAITING, BEHIND, HEARD, REFUSED)
 
 

@@ -27,8 +27,8 @@ log = structlog.get_logger()
 def open_target(
     url: str, target: DaemonTarget, nursery: trio.Nursery, daemon: str | Sequence[str] | None
 ) -> DaemonTarget:
-    """The target of a client over Redis. `daemon`: HOST:PORT of a daemon, or of several, of which the one that is
-    announced in Redis is taken; without it, whatever is announced there, to which no secret is sent.
+    """The target of a client over Redis. `daemon`: HOST:PORT of a daemon, or of several, of which the announced daemon
+    is used; without it, any announced daemon, to which no secret is sent.
 
     Raises:
         UsageError: the URL, an address or the name of the server is missing or cannot be used; or there is a secret
@@ -55,7 +55,7 @@ class RedisTransport:
         self._tcp = target
         self._nursery = nursery
         self._given = tuple(_given(one) for one in ([daemon] if isinstance(daemon, str) else daemon or ()))
-        self._address = self._given[0] if self._given else None  # where a daemon is; the last one that was announced
+        self._address = self._given[0] if self._given else None  # of a daemon; the last address that was announced
         self._silence = silence
         self.target = replace(target, host=f"{self._server} over {self._redis}", port=0, dial=self._dial)
 

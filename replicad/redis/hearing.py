@@ -1,9 +1,9 @@
 """Hears what other processes say on the channel of the server, and treats it as if it had come over TCP.
 
 Every daemon hears presence and acks, which may be written twice without harm; so nothing of them is lost when the role
-of the publisher passes on. What concerns all connections (REMOTE_SERVER_UP, LOCK_RELEASED) and REPLICATE are handled by
-the daemon that has the role. The commands go through a connection of our own to this daemon, so they are checked,
-bounded and counted as those of any client.
+of the publisher passes on. Commands that concern all connections (REMOTE_SERVER_UP, LOCK_RELEASED) and REPLICATE are
+handled by the daemon that has the role. The commands go through a connection of our own to this daemon, so they are
+checked, bounded and counted like commands of any client.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from replicad.streams.commands import FederationAck, Replicate
 
 NAME = "redis-commands"  # of our connection, in lists of clients
 FEDERATION = "federation"  # the stream of an ack that names none, as for a client that follows all
-HEARD = frozenset({"presence", "ack", "doorbell"})  # the rights that commands need which every daemon hears
-SERVERS = (b"RDATA ", b"POSITION ", b"PING", b"SERVER ", b"WRITERS ", b"ERROR")  # what is not meant for a daemon
+HEARD = frozenset({"presence", "ack", "doorbell"})  # the rights of the commands that every daemon handles
+SERVERS = (b"RDATA ", b"POSITION ", b"PING", b"SERVER ", b"WRITERS ", b"ERROR")  # lines that are not for a daemon
 _RELAYED = (RemoteServerUp, LockReleased)
 
 log = structlog.get_logger()
@@ -69,7 +69,7 @@ class Hearing:
         self.refused = 0  # lines that are no commands, or that the daemon refused
 
     async def run(self) -> None:
-        """Hear until cancelled. A lost connection to Redis is made again; what was said meanwhile is lost."""
+        """Receive until cancelled. A lost connection to Redis is made again; commands of the meantime are lost."""
         async with open_plain_nursery() as nursery:
             nursery.start_soon(self._speak_forever)
             backoff = Backoff(self._pace.retry, self._pace.longest_retry)

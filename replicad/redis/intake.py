@@ -1,7 +1,7 @@
 """Follows all streams of this daemon for Redis, as a client of its own, and keeps a bounded number of rows.
 
 When Redis takes rows more slowly than they come, what waits reaches a bound. Then the connection is closed at once, so
-that the journals, which all clients share, wait for nobody here. When Redis has taken what waits, the streams are
+that the journals, which all clients share, do not wait here. When Redis has accepted the waiting lines, the streams are
 followed again from their tokens: old rows are read from Postgres at the pace of whoever reads them.
 """
 

@@ -13,8 +13,8 @@ class RedisIntervals:
     look: float = 1.0  # between two looks at the role, and at the list of streams
     renew: float = 2.5  # between two beats of the publisher
     sync: float = 2.0  # between two messages with all positions of a stream; followers give up after ten seconds
-    answers: float = 0.1  # between two answers to REPLICATE: one is for all who ask meanwhile
-    snapshot: float = 1.0  # between two notes of what was published; a take-over repeats at least so much
+    answers: float = 0.1  # between two answers to REPLICATE: one answer is for all requests meanwhile
+    snapshot: float = 1.0  # between two notes of published positions; a take-over repeats at least so much
     give_up: float = 10.0  # for which publishing fails before another daemon may try
     retry: float = 0.2  # before the second try to connect; doubles up to `longest_retry`
     longest_retry: float = 5.0

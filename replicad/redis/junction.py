@@ -1,11 +1,11 @@
-"""When a follower may go over from TCP to Redis, and which lines it then gets. Pure: lines in, lines out.
+"""When a follower may switch from TCP to Redis, and which lines it then gets. Pure: lines in, lines out.
 
-A follower subscribes by TCP as always. Here it is seen which positions it has. On the channel of a stream all writers
-and positions come every few seconds (a *sync*); what follows the sync is kept. As soon as the follower has by TCP
-everything up to a sync of the same generation, it gets what was kept, and the lines of TCP for this stream are dropped:
-so it misses nothing, and rows that come twice are dropped by it as always.
+A follower subscribes by TCP as always. This object sees its positions. On the channel of a stream all writers and
+positions are published every few seconds (a *sync*); messages after the sync are kept. As soon as the follower has by
+TCP everything up to a sync of the same generation, it gets the kept messages, and the lines of TCP for this stream are
+dropped: so it misses nothing, and it drops repeated rows as always.
 
-Whatever Redis says that does not go on where the follower is (a gap, a fork, a new writer) raises `Missed`: then the
+A message that does not continue at the follower's position (a gap, a fork, a new writer) raises `Missed`: then the
 connection ends, and the follower resumes by TCP, with its token.
 """
 
@@ -131,7 +131,7 @@ class Junction:
                 return _row(stream, line)
             return self._redis_line(stream, line, now)
         except ValueError as error:
-            raise Missed(f"Redis says of stream {name} what is no line: {line[:100]!a}") from error
+            raise Missed(f"Redis has a malformed line of stream {name}: {line[:100]!a}") from error
 
     def _redis_line(self, stream: _Stream, line: bytes, now: float) -> list[bytes]:
         if line == ALIVE:
@@ -199,7 +199,7 @@ def _note(stream: _Stream, words: list[bytes]) -> None:
 
 
 def _row(stream: _Stream, line: bytes) -> list[bytes]:
-    """A row of a stream that comes by Redis. Raises Missed, and ValueError for what is no row."""
+    """A row of a stream by Redis. Raises Missed, and ValueError for a text that is no row."""
     _, _, writer, token, _ = line.split(b" ", 4)
     have = stream.have.get(writer)
     if have is None:

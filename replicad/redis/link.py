@@ -24,7 +24,7 @@ from replicad.redis.address import RedisAddress
 from replicad.redis.resp import NOTHING, RespReader
 
 CONNECT_TIMEOUT = 5.0  # seconds, with TLS and the password
-ANSWER_TIMEOUT = 5.0  # seconds for all answers to what was sent together
+ANSWER_TIMEOUT = 5.0  # seconds for all answers to requests that were sent together
 READ_BYTES = 1 << 16
 _BROKEN = (
     trio.BrokenResourceError,
@@ -115,7 +115,7 @@ class RedisLink:
                     case [b"subscribe", bytes(channel), int()]:
                         wanted.discard(channel)
                     case [b"message", bytes(), bytes()]:
-                        pass  # of a channel that is confirmed already; what is not confirmed is not relied on
+                        pass  # of a channel that is confirmed already; unconfirmed channels are not relied on
                     case _:
                         raise self._odd(f"answered SUBSCRIBE by {_shown(answer)}")
         if scope.cancelled_caught:
@@ -130,7 +130,7 @@ class RedisLink:
         await self._send(_pack(("PING",)))
 
     async def messages(self) -> list[tuple[bytes, bytes]]:
-        """What was received on the subscribed channels: channel and message; empty where it was something else.
+        """Messages of the subscribed channels: channel and message; empty for other replies.
 
         A cancelled call loses nothing. Raises RedisUnavailable.
         """

@@ -1,4 +1,4 @@
-"""What is published on which channel. Pure: events of a follower in, messages out.
+"""The messages for each channel. Pure: events of a follower in, messages out.
 
 Two kinds of channels carry the same rows. The channel named like the server has what plain REPLICATE sends, which is
 what Synapse expects. `server/STREAM` has the rows of one stream for followers that have tokens. There each step says
@@ -19,7 +19,7 @@ from replicad.streams.writer_set import WRITERS_ON_LINE, writers_lines
 ALIVE = b"PING"  # the first line of a `sync`
 MISSED = b"ERROR stream_forked: this stream begins a generation; go on by TCP, from your token"
 STOPPED = b"ERROR row_unreadable: this stream has stopped before a row; a daemon says which, by TCP"
-LINES = 400  # in a step, about: Redis serves nobody else meanwhile
+LINES = 400  # in a step, about: Redis serves no other client meanwhile
 STEP_BYTES = 1 << 18  # likewise
 WITHIN = "BATCH"  # on the channel of a stream: so many rows of a batch were published before
 UNLISTED = "+"  # the one writer of a stream that has too many (protocol.md)
@@ -45,13 +45,13 @@ its end. One flat list: it is made for every row.
 
 @dataclass(slots=True)
 class Published:
-    """What has been published of one stream: its generation, its writers' numbers and positions."""
+    """The published state of one stream: its generation, its writers' numbers and positions."""
 
     stream: str
     epoch: str
     numbers: Mapping[str, int]
     positions: dict[str, int]
-    stopped: bool = False  # before a row that cannot be read; followers are told by TCP
+    stopped: bool = False  # before a row that cannot be read; followers get the reason by TCP
 
     @property
     def is_joinable(self) -> bool:

@@ -41,8 +41,8 @@ class RedisOutlet:
         return sum(len(step) // 2 for _, step in some)
 
     async def _publish(self, steps: Sequence[tuple[str, Step]]) -> None:
-        """Publish some steps. If one of them is refused and a later one is not, followers find the gap by what each
-        step says before its rows; and all of them are published again.
+        """Publish some steps. If a step is refused and a later step is not, followers find the gap by the position
+        before the rows of each step; and all of them are published again.
         """
         if not self._loaded:
             await self._link.call("SCRIPT", "LOAD", SCRIPT)

@@ -39,13 +39,13 @@ class RedisPublisher:
         troubles: Troubles,
         pace: RedisIntervals,
     ) -> None:
-        """`tokens`: of what was published before this turn."""
+        """`tokens`: the positions published before this turn."""
         self.intake = intake
-        self.tokens = tokens  # of what has been published
+        self.tokens = tokens  # the published positions
         self.grown = trio.Event()  # set when streams were published for the first time: note their tokens soon
         self.lines = 0  # published since the turn began
         self.dropped = 0  # lines of clients that were not published: there were too many
-        self.ours: Counter[bytes] = Counter()  # lines of clients that we have published and not heard ourselves yet
+        self.ours: Counter[bytes] = Counter()  # lines of clients that we have published and not received back yet
         self.connected = False
         self._connect = connect
         self._troubles = troubles
@@ -79,7 +79,7 @@ class RedisPublisher:
                 await trio.sleep(backoff.next_delay())
 
     def answer_replicate(self) -> None:
-        """A process has said REPLICATE: publish all positions soon. Never waits."""
+        """A process has sent REPLICATE: publish all positions soon. Never waits."""
         self._positions_asked = True
         self._wait.cancel()
 

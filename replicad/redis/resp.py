@@ -15,7 +15,7 @@ import hiredis
 from replicad.reading import Unreadable
 from replicad.streams.chunks import MAX_ROW
 
-MOST_BYTES = MAX_ROW + (1 << 20)  # of one reply: the longest row with what is around it
+MOST_BYTES = MAX_ROW + (1 << 20)  # of one reply: the longest row with its frame
 MOST_HEADS = 8 << 10  # bytes of a reply that are parsed already while a text in it is not complete; bounds its depth
 NOTHING: Final = False  # what hiredis gives where a reply is not complete; RESP 2 has no such value
 _LONG = re.compile(rb"\r\n\*[0-9]{2}")  # the head of a list of ten elements or more
@@ -28,7 +28,7 @@ class RespReader:
 
     def __init__(self) -> None:
         self._reader = hiredis.Reader()
-        self._last = b"\r\n"  # the end of what was fed: the first reply begins as if behind a line
+        self._last = b"\r\n"  # the end of the input: the first reply begins as if after a line
         self._unparsed = 0  # bytes that came since a reply was complete, about
         self._fed = 0
         self._parsed = 0  # bytes that hiredis had taken when the last reply was complete, about
@@ -86,4 +86,4 @@ class RespReader:
 
 
 def _no_reply(error: Exception) -> Unreadable:
-    return Unreadable(f"what is no reply ({type(error).__name__}: {str(error)[:100]})")
+    return Unreadable(f"a malformed reply ({type(error).__name__}: {str(error)[:100]})")

@@ -1,8 +1,8 @@
 """One connection of a follower that goes by TCP to a daemon first, and by Redis from then on.
 
-To the follower it is a connection as any other (`DaemonTarget.dial`): what it does about lost connections, gaps,
-tokens and forks is the same. Between the two is a pair of sockets, so a follower that reads slowly holds up what is
-read of Redis and of the daemon; nothing is queued but what `Junction` keeps before it joins.
+To the follower it is a connection like any other (`DaemonTarget.dial`): lost connections, gaps, tokens and forks are
+handled in the same way. Between the two is a pair of sockets, so a follower that reads slowly delays reading from Redis
+and from the daemon; only messages that `Junction` keeps before it joins are queued.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ class Switch:
         raise ConnectionLost(f"what Redis names is no daemon of {self._server}: it says {line[:60]!a}")
 
     async def _try_join(self) -> None:
-        """Join what can be joined. With that the first connection to the daemon ends; a later one is kept."""
+        """Join the streams that can be joined. After that the first connection to the daemon ends; a later connection
+        is kept.
+        """
         before = len(self._junction.joined)
         await self._give(self._junction.try_join())
         joined = self._junction.joined
@@ -206,7 +208,7 @@ def _joined(lines: list[bytes]) -> bytes:
     """Lines of Redis in one piece.
 
     Raises:
-        Missed: one of them is none: the follower would take it for a fault of the daemon, or for several lines.
+        Missed: a message is no line: the follower would see a fault of the daemon, or several lines.
     """
     whole = b"\n".join(lines)
     if len(whole) > MAX_ROW and max(map(len, lines)) > MAX_ROW:
@@ -217,5 +219,5 @@ def _joined(lines: list[bytes]) -> bytes:
         try:
             whole.decode()
         except UnicodeDecodeError as error:
-            raise Missed(f"Redis says what is not UTF-8: {whole[error.start : error.start + 20]!a}") from None
+            raise Missed(f"Redis has a line that is not UTF-8: {whole[error.start : error.start + 20]!a}") from None
     return whole

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class Book(Protocol):
-    """What is needed of `PublisherBook`, whose methods have the docstrings."""
+    """The part of `PublisherBook` that is needed here; its methods have the docstrings."""
 
     async def install(self) -> None: ...
 
@@ -52,7 +52,7 @@ class Turns:
         troubles: Troubles,
         pace: RedisIntervals,
     ) -> None:
-        """`is_fit`: whether this daemon reaches Redis; one that does not leaves the role to the others."""
+        """`is_fit`: whether this daemon reaches Redis; a daemon that does not leaves the role to the others."""
         self._book = book
         self._holder = holder
         self._is_fit = is_fit
@@ -61,7 +61,7 @@ class Turns:
         self._pace = pace
         self.publisher: RedisPublisher | None = None  # while this daemon has the role
         self.term: int | None = None
-        self.others: str | None = None  # the name of who has it, if it is another one
+        self.others: str | None = None  # the name of the holder, if it is another daemon
         self.turns = 0  # since the start
         self._lines = self._overflows = 0  # of the turns before
 

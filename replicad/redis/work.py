@@ -28,7 +28,7 @@ class RedisWork:
     """One daemon's work: it hears always, and publishes while it has the role."""
 
     def __init__(self, host: Host, url: str, pace: RedisIntervals) -> None:
-        """Raises UsageError if the URL is not one of a Redis."""
+        """Raises UsageError if the URL is not for a Redis."""
         settings = host.settings
         self.address = parse_redis(url, password=settings.redis_password, ca=settings.redis_ca)
         self._host = host

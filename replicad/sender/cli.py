@@ -101,9 +101,9 @@ Examples:
 def command(ctx: click.Context, /, config: Path | None, moves: tuple[str, ...], **options: Any) -> None:
     """Deliver the facts of a stream, and updates, to many HTTP destinations, until SIGTERM or SIGINT.
 
-    Each destination gets every fact that concerns it, in order, however long it or others are down. What is still to be
-    delivered is in Postgres. So a sender may be killed at any moment: it continues where it was, and repeats a request
-    with the same transaction id.
+    Each destination gets every fact that concerns it, in order, however long it or others are down. Outstanding items
+    are in Postgres. So a sender may be killed at any moment: it continues where it was, and repeats a request with the
+    same transaction id.
 
     It needs a daemon (--server) for the stream, and the same database. Several senders divide the destinations by name:
     give each its own --sender-name, and all of them the same --senders.
@@ -258,7 +258,7 @@ def replay(ids: tuple[int, ...], everything: bool, **options: Any) -> None:
     """Send parked items again: the items with these IDS, or the items that the options choose.
 
     The sender of a destination does it within its --sweep-interval (a minute), or when it starts. It delivers them
-    after what is outstanding already, in new transactions. An item that is refused again is parked again.
+    after the outstanding items, in new transactions. An item that is refused again is parked again.
     """
     count = _change("federation_parked_want", ids, everything, options)
     echo(f"{count} to be sent again")
@@ -300,8 +300,8 @@ Examples:
 def retire(names: tuple[str, ...], source: str, yes: bool, **options: Any) -> None:
     """Forget the senders NAME... of a stream, stopped for good, with all that they have stored.
 
-    NAME... must be all senders of the stream, as in its --senders. To remove one of several senders, start the others
-    with a --senders without it; they go on with its destinations, and nothing is lost.
+    NAME... must be all senders of the stream, as in its --senders. To remove a sender and keep others, start the others
+    with a --senders without it; they take over its destinations, and nothing is lost.
     """
 
     async def work(db: Database, settings: DatabaseSettings) -> str:

@@ -376,9 +376,9 @@ class Destination:
         `chance` is as for `Backoff.delay`; `at_least` is the pause that the destination asked for (s); `refused` is why
         it accepts no such request. Then a new transaction is split at once, until a single item is refused; that is
         tried again. When the back-off has reached catch-up, it is set aside, and the next item is tried, and so on. If
-        one is accepted, those before it are parked; if none is, the destination refuses everything, and what is
-        repeated is the first. But if one of them may have been accepted before, it is the last such one: what comes
-        before it is not sent after it, and it is never sent under another id.
+        an item is accepted, the items before it are parked; if none is, the destination refuses everything, and the
+        first item is repeated. But if an item may have been accepted before, the last such item is repeated: earlier
+        items are not sent after it, and it is never sent under another id.
         """
         units, on_trial = self._units, bool(self.aside)
         lost = self._finish()

@@ -108,7 +108,7 @@ def _time(default: float, text: str, low: float, high: float = 30 * _DAY) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How rows are routed. At most one of `destinations`, `route` and the queries; without one, rows name
+    """The routing of rows. `destinations`, `route` and the queries exclude each other; without them, rows name
     destinations.
     """
 
@@ -201,7 +201,7 @@ class Delivery:
     )
     allow_destinations: tuple[str, ...] = setting(
         (),
-        "Send only to hosts that match one of these globs, or to such names where the host is fixed. Default: all.",
+        "Send only to hosts that match any of these globs, or to such names if the host is fixed. Default: all.",
         _NAMES,
         "GLOBS",
     )

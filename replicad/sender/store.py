@@ -331,7 +331,7 @@ async def open_store(
     *,
     standing_by: Callable[[str], None] = lambda _reason: None,
 ) -> AsyncIterator[SenderStore]:
-    """The store of `sender`, one of `senders`, for the length of the block. `streams[0]` is its source. No other
+    """The store of `sender`, a member of `senders`, for the length of the block. `streams[0]` is its source. No other
     process can use that name for that source meanwhile.
 
     While another one does, it waits, however long; it calls `standing_by` once, with the reason.

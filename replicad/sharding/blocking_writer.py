@@ -28,7 +28,7 @@ _GRACE: Final = 2.0  # seconds beyond LEAVE, for the last statements
 
 
 class BlockingShardedWriter:
-    """One of the writers that share a stream, for any number of threads. A context manager.
+    """A writer of a shared stream, for any number of threads. A context manager.
 
     `connect` makes a connection. The keeper makes its own connections with it and closes them. `open_sharded_writer`
     has the other arguments too. Entering waits until the writer has joined. It raises what `connect` raises,

@@ -26,7 +26,7 @@ LONGEST_GAP: Final = 1.0  # seconds between two looks that count as watched, at 
 BEATS: Final = 4  # in a time to live
 PATIENCE: Final = 0.25  # seconds, per look, to wait for writes of the earlier owner of a slot that we take
 _LOOK_COLUMNS: Final = "to_json(writer_look)::text"  # all in one text; drivers differ in what they make of arrays
-_SIGNS: Final = 2  # new beats that prove that a namesake runs; the last one of a killed process may arrive late
+_SIGNS: Final = 2  # new beats that prove that a namesake runs; the last beat of a killed process may arrive late
 LEAVE: Final = 5.0  # seconds to give all slots back; the others take the rest after the time to live
 
 

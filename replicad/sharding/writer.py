@@ -38,7 +38,7 @@ class _Moved(Exception):
 
 
 class ShardedWriter:
-    """One of the writers that share a stream. Made by `open_sharded_writer`. Any number of tasks may use it."""
+    """A writer of a shared stream. Made by `open_sharded_writer`. Any number of tasks may use it."""
 
     def __init__(
         self, db: Database, stream: str, instance: str, *, address: str | None, ttl: float, schema: str
@@ -200,9 +200,9 @@ class ShardedWriter:
 async def open_sharded_writer(
     db: Database, stream: str, instance: str, *, address: str | None = None, ttl: float = TTL, schema: str = SCHEMA
 ) -> AsyncIterator[ShardedWriter]:
-    """One of the writers that share a stream's keys, for the length of the block.
+    """A writer that shares a stream's keys with others, for the length of the block.
 
-    It joins, gets its share of the slots from the others, and gives all of it back at the end. It holds one connection
+    It joins, gets its share of the slots from the others, and returns all of it at the end. It holds one connection
     of `db`; each write needs another. `instance` is the name of this writer; each writer needs its own. A process that
     starts under the name of a killed writer waits for the time to live of that writer. `address` (at most 500
     characters) is given to the other writers: where the application sends requests that belong to this writer. `ttl`

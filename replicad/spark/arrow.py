@@ -31,7 +31,7 @@ _LIST = _PARSED.field("ids").type
 
 @dataclass(frozen=True, slots=True)
 class PodReader:
-    """Converts the lines of one answer to PODS into batches. `tube` and `part` are those of the request."""
+    """Converts the lines of one answer to PODS into batches. `tube` and `part`: from the request."""
 
     tube: str
     part: Part

@@ -96,9 +96,10 @@ def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
 
 
 def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[Batches], Batches]:
-    """Write what a transform returned (`_kind` W) and delete the touched ids (`_kind` D) that it did not return.
+    """Write the rows that a transform returned (`_kind` W) and delete the touched ids (`_kind` D) that it did not
+    return.
 
-    All rows of a shard are in one of the `tasks` tasks.
+    There are `tasks` tasks, and all rows of a shard are in one task.
     """
 
     def work(batches: Batches) -> Batches:
@@ -158,9 +159,9 @@ class BatchRunner:
     """Runs micro-batches, one after another, and adds up their reports.
 
     `busy`: a batch is running. `error` is the exception that ended the last batch, if any. The mark PARKED of
-    `checkpoint` is removed when the second batch starts: the first one is then in Spark's commit log. `send_report`
+    `checkpoint` is removed when the second batch starts: the first batch is then in Spark's commit log. `send_report`
     sends each report to the daemon. `suspects`: shards whose ids are parked while their tables cannot be read.
-    `unreadable` has those of the batch that failed because of such tables.
+    `unreadable` has the shards of the batch that failed because of such tables.
     """
 
     enricher: Enricher

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, for small files of ours beside those of Spark: on this machine, or where Hadoop reads."""
+"""The folder of a checkpoint, for small files of ours beside Spark's files: on this machine, or where Hadoop reads."""
 
 from __future__ import annotations
 

@@ -212,10 +212,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class ColumnForms:
-    """The rules for columns. `exact`: whatever Arrow could change comes as its text, for a downstream that casts it.
+    """The rules for columns. `exact`: values that Arrow could change become their text, for a downstream that casts
+    them.
 
-    `numeric` is one of NUMERIC_FORMS. `out_of_range` is one of RANGE_FORMS: what is done with dates and
-    times that are infinite or not of the years 1 to 9999.
+    `numeric` is in NUMERIC_FORMS. `out_of_range` is in RANGE_FORMS: the treatment of dates and times that are infinite
+    or not of the years 1 to 9999.
     """
 
     numeric: str = DECIMAL

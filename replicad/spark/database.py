@@ -1,6 +1,6 @@
-"""Postgres through ADBC, for executors: one cached connection per worker, and retries while Postgres is away.
+"""Postgres through ADBC, for executors: one cached connection per worker, and retries while Postgres does not answer.
 
-Errors of the driver become those of `replicad.errors`, with their cause and with passwords masked.
+Errors of the driver become errors of `replicad.errors`, with their cause and with passwords masked.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _connect(url: str, transactional: bool) -> Any:
 
 
 def forget(url: str, *, transactional: bool | None = None) -> None:
-    """Close this thread's connections to `url`, or those of one kind. Uncommitted changes are rolled back."""
+    """Close this thread's connections to `url`, or only connections of one kind. Uncommitted changes are rolled
+    back.
+    """
     for kind in (True, False) if transactional is None else (transactional,):
         _close(_key(url, kind))
 
@@ -128,7 +130,7 @@ def _driver_error(error: Exception) -> DatabaseError | None:
 
 
 def _ours(error: Exception) -> DatabaseError:
-    """The driver's error as one of `replicad.errors`."""
+    """The driver's error as an error of `replicad.errors`."""
     state: str | None = getattr(error, "sqlstate", None)
     text = mask_secrets(" ".join(str(error).partition("\n\nQuery was:")[0].split()))
     if means(state, sqlstates.REFUSED):

@@ -54,7 +54,7 @@ class TubeHold:
         assert options.tube is not None
         self.tube: str = options.tube
         given = holder or holder_name(options.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
-        self.holder, _, key = given.partition("!")  # without the key, which is nobody else's business
+        self.holder, _, key = given.partition("!")  # without the key, which is secret
         self._claims_as = f"{self.holder}!{key or (SHARED if holder else secrets.token_hex(16))}"
         self._options = options
         self._ttl = options.lease_ttl if ttl is None else ttl
@@ -82,9 +82,9 @@ class TubeHold:
         return partitions
 
     def expect(self, made: int | None) -> None:
-        """Check that the tube is the one that was made then; None: any.
+        """Check that the tube was made then; None: any.
 
-        Every claim checks that it is still the same one. A tube that is dropped loses its leases. So no request
+        Every claim checks that it is still the same tube. A tube that is dropped loses its leases. So no request
         reaches another tube under a term of this one.
 
         Raises:

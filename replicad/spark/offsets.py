@@ -4,7 +4,7 @@ Spark compares offsets as JSON text, so each position must have exactly one text
 offset is `{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{...}},"v":1}`: the number of partitions and, for each of them,
 the cursor (`r` regular, `b` backfill) and `c`, the number of pods read so far. With `c` a task can check that it
 received every planned pod. `t` is the tube's name and `m` when it was made: a checkpoint of another tube would ack pods
-that nobody has read. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
+that no reader has read. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _starting_offsets(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IslandAddress:
-    """One of several daemons that a query reads, each with its own database. The checkpoint has it by its name."""
+    """A daemon of a query that reads several, each with its own database. The checkpoint has it by its name."""
 
     name: str
     host: str
@@ -206,11 +206,13 @@ class SourceOptions:
 
     @property
     def what(self) -> str:
-        """What is read, for messages: `tube cities` or `stream events`."""
+        """The source, for messages: `tube cities` or `stream events`."""
         return f"tube {self.tube}" if self.tube is not None else f"stream {self.stream}"
 
     def by_island(self) -> dict[str, SourceOptions]:
-        """The options of each island's reader, by name. Without islands: those of the one daemon, by the name ""."""
+        """The options of each island's reader, by name. Without islands: the options of the one daemon, by the name
+        "".
+        """
         if self.islands is None:
             return {"": self}
         return {one.name: replace(self, islands=None, host=one.host, port=one.port) for one in self.islands}
@@ -303,7 +305,7 @@ LONGEST_PAUSE = 5.0  # seconds between two tries
 def endpoint_of(options: SourceOptions, *, timeout: float | None = None) -> Endpoint:
     """Where to connect to. Reads the file of the token.
 
-    `timeout` in seconds, for the connection and for an answer, overrides those of the options.
+    `timeout` in seconds, for the connection and for an answer, overrides the options.
 
     Raises:
         UsageError: the file of the token cannot be read.

@@ -90,7 +90,7 @@ def park_refused(
 
 
 def _waiting(client: BlockingClient, options: SourceOptions, part: Part, term: int) -> Iterator[pa.RecordBatch]:
-    """Pods from the first unacked one on: at least those of the batch that failed."""
+    """Pods from the first unacked one on: at least the pods of the batch that failed."""
     assert options.tube is not None
     limit = min(2 * options.max_pods, MOST_PODS)
     chunks = client.pod_chunks(options.tube, part, term, START, limit=limit)
@@ -100,7 +100,7 @@ def _waiting(client: BlockingClient, options: SourceOptions, part: Part, term: i
 def _search(
     enricher: Enricher, trial: Callable[[EnrichedRows], None], batches: list[pa.RecordBatch]
 ) -> tuple[list[RefusedIds], int]:
-    """The ids that are refused, and the number of those that are not."""
+    """The refused ids, and the number of the others."""
     found: list[RefusedIds] = []
     fine = unheld = 0
     for shard, chunk in chunks_by_shard(collect(batches).table, enricher.chunk):
@@ -146,7 +146,7 @@ def _pods_with(batches: list[pa.RecordBatch], one: RefusedIds) -> Iterator[tuple
 
 @dataclass(slots=True)
 class SuspectShards:
-    """The suspects of a run, by shard, with the reasons. `options` are those of the query, with its holder."""
+    """The suspects of a run, by shard, with the reasons. `options`: of the query, with its holder."""
 
     options: SourceOptions
     checkpoint: Checkpoint
@@ -168,7 +168,7 @@ class SuspectShards:
         return True
 
     def take_out(self, pods: DataFrame, enricher: Enricher) -> tuple[DataFrame, int]:
-        """The pods without those of suspects that cannot be read now, and how many ids of them were parked.
+        """The pods without the pods of suspects that cannot be read now, and how many ids of them were parked.
 
         Control pods stay. `pods` must be persisted: parked pods cannot be read again.
         """

@@ -433,7 +433,7 @@ class _Run:
 
 
 def _stop(query: StreamingQuery) -> None:
-    """Stop a query. One that does not stop in time, see session.py, ends with the session."""
+    """Stop a query. A query that does not stop in time, see session.py, ends with the session."""
     try:
         query.stop()
     except Exception as error:  # noqa: BLE001 - what ended the run is more important

@@ -158,8 +158,8 @@ class PipelineConfig:
     `renamed` has the new names of columns that are being renamed in the tables, by the names that they have downstream.
     `tries`: after so many failures of a batch in a row, with growing pauses between, the ids whose rows cannot be read
     are parked. If there are none, the run ends.
-    `rebuild`: if the downstream is not the one that the checkpoint has written to, schedule a backfill of all rows by
-    the functions in `tube_schema`, and go on; otherwise the pipeline does not start (preflight.py).
+    `rebuild`: if the downstream is not the same as in the checkpoint, schedule a backfill of all rows by
+    the functions in `tube_schema`, and continue; otherwise the pipeline does not start (preflight.py).
     `spark` are settings of the session that `run` makes, e.g. `{"spark.driver.memory": "2g"}`.
     `transform` gets and returns a DataFrame. A row that it leaves out is deleted downstream. It must keep `id_column`,
     `_shard` and `_seq`, and return at most one row per id.

@@ -100,7 +100,7 @@ _OPTIONAL = ("spark",)
 
 
 def load_config(path: Path, *, database: str | None = None, trigger: str | None = None) -> PipelineConfig:
-    """Read a pipeline's TOML file. `database` and `trigger` override those of the file; paths are relative to it.
+    """Read a pipeline's TOML file. `database` and `trigger` override the file; paths are relative to it.
 
     Raises:
         UsageError: the file cannot be read, or a value is not valid; the message names the key.

@@ -14,7 +14,7 @@ from replicad.spark.offsets import TubeCursor, TubeOffset
 from replicad.tubes.commands import CursorAt, Part
 
 MOST_PODS = 100_000  # pods per request if there is no limit; a daemon may answer with fewer
-_ROUNDS = 3  # of dividing what is left of the budget among partitions that have more; each costs them a round trip
+_ROUNDS = 3  # of dividing the rest of the budget among partitions that have more; each costs them a round trip
 
 
 Ask = Callable[..., CursorAt]  # with the arguments of `TubeHold.plan`
@@ -89,8 +89,8 @@ class _Plan:
     def fill(self, total: int, *, regular: bool) -> int:
         """Divide `total` pods among the partitions; returns how many were not used.
 
-        What a partition does not use goes to the next one. What is left at the end of a round goes to the partitions
-        that used all of their share.
+        The unused share of a partition goes to the next partition. The rest at the end of a round goes to the
+        partitions that used all of their share.
         """
         began, unfinished = list(self._places), self._order
         for _ in range(_ROUNDS):
@@ -108,7 +108,7 @@ class _Plan:
 
     def fill_at_once(self, budget: Budget) -> None:
         """Ask each partition once. An answer does not give the number of ids or backfill pods, so their shares pass to
-        the next partition only if this one has no pods.
+        the next partition only if this partition has no pods.
         """
         count = len(self._order)
         carried = [0, 0, 0]
@@ -130,7 +130,7 @@ class _Plan:
             carried = [pods - got, *((0, 0) if got else (ids, backfill))]
 
     def _advance_more(self, began: TubeCursor, number: int, pods: int, *, regular: bool) -> int:
-        """`_advance` in one of several rounds. With a limit of ids for a task the partition is asked again from where
+        """`_advance` in a round of several. With a limit of ids for a task the partition is asked again from where
         the first round `began`: asked from where it is, it would get that many ids in each round.
         """
         if not pods or self._most_ids is None:

@@ -136,7 +136,7 @@ def speaks_tls(host: str, port: int) -> bool:
 class Watch:
     """Looks, while a pipeline ends, whether the batch in hand can end: `trouble` is what cannot be reached.
 
-    Runs in a thread of its own, because a look may take as long as a connection that nobody answers.
+    Runs in a thread of its own, because a look may take as long as the time-out of a connection.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -180,7 +180,7 @@ class Attachments:
     _warned: set[int] = field(default_factory=set)
 
     def look(self) -> None:
-        """Warn of what is new since the last look. Does nothing if that was a short while ago."""
+        """Warn of changes since the last look. Does nothing if that was a short while ago."""
         if self.now() < self._due:
             return
         self._due = self.now() + LOOK_EVERY
@@ -189,7 +189,7 @@ class Attachments:
             self._warn_of_missing(attached, there)
 
     def _looked(self) -> Iterator[tuple[list[tuple[Any, ...]], set[int]]]:
-        """For each database: the shards that are attached, and those that have a table."""
+        """For each database: the attached shards, and the shards with a table."""
         sql = _ATTACHED.format(schema=quote(self.config.tube_schema), tube=literal(self.config.tube))
 
         def work(driver: Any) -> tuple[list[tuple[Any, ...]], list[tuple[str, str, bool]]]:

@@ -113,7 +113,9 @@ def _check_version(what: str, version: str, remedy: str) -> None:
 
 
 def quiet_callbacks() -> None:
-    """Keep py4j from printing the whole stack of a batch that fails: the error is passed on, and told in a sentence."""
+    """Keep py4j from printing the whole stack of a batch that fails: the error is passed on, and reported in a
+    sentence.
+    """
     logger = logging.getLogger("py4j.clientserver")
     if _is_news not in logger.filters:
         logger.addFilter(_is_news)
@@ -170,7 +172,7 @@ def build_session(
 
 
 def _submitted(gateway: Any, config: Mapping[str, str]) -> Any:
-    """The settings that spark-submit was given, ours where it was given none, and those of `config` before all."""
+    """The settings of spark-submit, ours where it has none, and the settings of `config` before all."""
     from pyspark import SparkConf, SparkContext  # noqa: PLC0415
 
     SparkContext._ensure_initialized(gateway=gateway)

@@ -188,11 +188,11 @@ def _continued(options: SourceOptions, token: Vector) -> Vector:
     else:
         if fork is None:
             return begin
-        loss = f"{_forked(options, fork)}, and the checkpoint is at {token}: what was read after {fork} is void"
+        loss = f"{_forked(options, fork)}, and the checkpoint is at {token}: rows that were read after {fork} are void"
     where = "its first row" if begin is None else str(begin)
     if options.fail_on_data_loss:
         raise DataLoss(
-            f"{loss}. Remove from the results what came of those rows, then start with a new checkpointLocation. "
+            f"{loss}. Remove the results of those rows, then start with a new checkpointLocation. "
             f"Or set failOnDataLoss=false to go on from {where}"
         )
     log.warning("%s; reading goes on from %s", loss, where)
@@ -245,10 +245,10 @@ def _rows(options: SourceOptions, after: Vector, upto: Vector) -> Iterator[RowBa
         except (TokenExpired, TokenAhead, BadToken) as error:
             if options.fail_on_data_loss or begin == _FIRST:
                 raise DataLoss(
-                    f"rows of {options.what} behind {after} are gone: {error}. Set failOnDataLoss=false to go on with "
-                    "those that are still there"
+                    f"rows of {options.what} after {after} are lost: {error}. Set failOnDataLoss=false to "
+                    "continue with the remaining rows"
                 ) from error
-            log.warning("rows of %s behind %s are gone: %s", options.what, after, error)
+            log.warning("rows of %s after %s are lost: %s", options.what, after, error)
             begin = _FIRST
         else:
             if reached.epoch != upto.epoch:

@@ -6,7 +6,7 @@ under both names, and a new column is NULL in tables that do not have it yet.
 
 A pipeline may follow ADD COLUMN (`[enrich] new_columns`). The checkpoint keeps the names of the columns that every
 table had once; a new checkpoint takes the columns of the first table. A table that lacks a later column was not
-reached yet, and its rows have NULL. A table that lacks one of the kept columns was changed in another way (RENAME,
+reached yet, and its rows have NULL. A table that lacks a kept column was changed in another way (RENAME,
 DROP), which must not go unnoticed: its rows cannot be read, and are parked.
 """
 
@@ -56,7 +56,8 @@ WHERE attrelid = {table}::pg_catalog.regclass AND attnum > 0 AND NOT attisdroppe
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a checkpoint knows: all columns that were carried, in their order, and those that every table had once.
+    """The record of a checkpoint: all columns that were carried, in their order, and the columns that every table had
+    once.
 
     `types` are the types that the columns had in Postgres, as format_type() writes them.
     """
@@ -94,7 +95,7 @@ def survey_tables(driver: Any, tables: Iterable[str]) -> list[tuple[str, ...]]:
     """The tables in groups that have the same columns of the same types, in the order of the first table of each.
 
     Raises:
-        DatabaseError: one was dropped meanwhile.
+        DatabaseError: a table was dropped meanwhile.
     """
     import pyarrow as pa  # noqa: PLC0415 - with the driver
 
@@ -180,7 +181,7 @@ class TableForm:
 class ShardTable:
     """The tables of one rule: `form` is what they all shall have, `others` has the shards whose tables are different.
 
-    `examples` are some shards, one of each form, to try out what can be read.
+    `examples` are some shards, one for each form, to find out what can be read.
     """
 
     rule: TableRule
@@ -200,8 +201,8 @@ class Layout:
     """The sources of rows and their schema: the id column first, then the others.
 
     `types`: the types that the columns have in Postgres, as format_type() writes them, where the values come unchanged
-    or as their text. Of different types in several tables it is the one that holds the values of all. `known` is what
-    the checkpoint will know.
+    or as their text. Of different types in several tables it is the type that holds the values of all. `known` is the
+    record for the checkpoint.
     """
 
     id: str
@@ -261,7 +262,7 @@ def find_layout(url: str, rules: Sequence[TableRule], wanted: WantedColumns) -> 
     """Look up the tables and choose the columns. `url` is the database of the rules without one.
 
     Raises:
-        UsageError: a table or column is missing or cannot be used; the message lists those that exist.
+        UsageError: a table or column is missing or cannot be used; the message lists the existing names.
         DatabaseError: Postgres cannot be used.
     """
     looked = [(rule, *_look(rule.database or url, rule, wanted)) for rule in rules]
@@ -308,8 +309,7 @@ def _named(types: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]:
 def _widest(
     name: str, looked: Iterable[tuple[TableRule, Sequence[_Form]]], reading: ColumnForms, known: str | None
 ) -> tuple[str, Column]:
-    """Of the types that a column has, and the one that is `known` of it, that which holds the values of all; and how it
-    is read.
+    """Of the types of a column, and its `known` type, the type that holds the values of all; and how it is read.
 
     If none does, the first of a rule counts: values that fit are converted. Two rules must agree.
     """

@@ -182,7 +182,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         return self._to_json(end)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """The end of the tube, for `lastProgress`. Its `c`s minus those of endOffset are the lag in pods.
+        """The end of the tube, for `lastProgress`. Its `c`s minus the `c`s of endOffset are the lag in pods.
 
         Counts at most 100,000 pods beyond the batch, at most every 5 s.
         """
@@ -227,7 +227,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         except CursorAhead:
             if self._options.fail_on_data_loss:
                 raise
-            return  # the tube of that batch is gone
+            return  # the tube of that batch was removed
         self._ack(finish)
 
     def stop(self) -> None:
@@ -304,7 +304,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         deadline = time.monotonic() + self._options.poll_timeout
         end = begin
         if self._idle_at != begin or not self._options.poll_timeout:
-            # otherwise the last trigger found none, and the wait below finds those that came since
+            # otherwise the last trigger found none, and the wait below finds newer pods
             end = plan_batch(hold.plan, begin, budget)
         while not self._is_enough(begin, end):
             left = deadline - time.monotonic()
@@ -397,7 +397,7 @@ def _only_zero(backfill: int | None) -> int | None:
     return 0 if backfill == 0 else None
 
 
-SLICE = 0.25  # seconds to wait for all islands at a time: the longest delay for pods of one of them
+SLICE = 0.25  # seconds to wait for all islands at a time: the longest delay for pods of an island
 
 T = TypeVar("T")
 
@@ -442,7 +442,7 @@ class IslandsStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow): 
                 return _joined(end)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """The ends of all tubes; None if one of them is unknown."""
+        """The ends of all tubes; None if an end is unknown."""
         found = self._each(lambda _, reader: reader.reportLatestOffset())
         known = {name: one for name, one in found.items() if one is not None}
         return _joined(known) if len(known) == len(found) else None

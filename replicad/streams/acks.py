@@ -49,7 +49,7 @@ async def load(db: Queries, stream: str, *, schema: str = SCHEMA) -> list[Sender
 
 
 async def acked(db: Queries, stream: str, *, schema: str = SCHEMA) -> int | None:
-    """The lowest token of all known senders; None if one has sent no ack, or none is known."""
+    """The lowest token of all known senders; None if a sender has sent no ack, or none is known."""
     with installed(schema):
         token: int | None = await call_value(db, schema, "stream_acked", stream)
     return token

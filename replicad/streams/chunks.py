@@ -161,7 +161,7 @@ def whole_ids(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
 
 
 def joined(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
-    """The same lines in chunks that end at the ends of ids; the last one is taken to do so."""
+    """The same lines in chunks that end at the ends of ids; the last chunk is assumed to do so."""
     ended: list[Chunk] = []
     parts: list[bytes] = []
     for chunk in chunks:

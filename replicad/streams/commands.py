@@ -61,7 +61,7 @@ class Rdata(Command):
 
 @command("POSITION", Side.SERVER)
 class Position(Command):
-    """POSITION: the position of a writer of a stream: the last one that was sent, and the present one."""
+    """POSITION: the position of a writer of a stream: the position that was sent last, and the present position."""
 
     stream: str = word("stream_name")
     instance: str = word("instance_name")
@@ -93,8 +93,9 @@ class Streams(Command):
 class Taken(Command):
     """TAKEN (ours): from a client, asks up to which id there are rows; from the server, that id.
 
-    Postgres is asked after the question came. So whatever was committed before it has an id up to `upto`, and who has
-    got there, with every writer, has all of it; positions alone do not tell, since they may be behind.
+    Postgres is asked after the question was received. So every row that was committed before it has an id up to `upto`,
+    and a reader that has reached that id, with every writer, has all these rows; positions alone do not show it, since
+    they may be behind.
     """
 
     stream: str = word("stream_name")

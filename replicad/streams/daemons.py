@@ -73,7 +73,7 @@ async def leave(db: Queries, life: Life, *, schema: str = SCHEMA) -> None:
 
 
 async def load(db: Queries, *, schema: str = SCHEMA) -> list[Daemon]:
-    """The daemons, by name; those that were silent for an hour are left out. Raises SchemaMissing."""
+    """The daemons, by name; daemons that were silent for an hour are left out. Raises SchemaMissing."""
     with installed(schema):
         rows = await call_rows(db, schema, "stream_daemons", columns=_COLUMNS)
     return [Daemon(**(dict(row) | {"addresses": tuple(row["addresses"])})) for row in rows]

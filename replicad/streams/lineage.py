@@ -56,7 +56,7 @@ class Lineage:
     def shared_between(self, id: str, later: str) -> Vector | None:
         """The positions up to which two generations share their history: for each writer the lowest `began` of all
         generations after `id` and up to `later`. None if the list does not have the two in this order, because it was
-        restored to a time before one of them began.
+        restored to a time before either began.
 
         Raises:
             ValueError: they are the same.

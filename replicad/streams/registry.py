@@ -87,7 +87,7 @@ class Stream:
 
     @property
     def lacks_reader(self) -> bool:
-        """Whether one of its readers has to be made (`ensure_readers`)."""
+        """Whether a reader of it has to be made (`ensure_readers`)."""
         readers = (self.reader, self.sequence_reader, self.positions_reader)
         return any(one is not None and one.endswith(".stream_reader_missing") for one in readers)
 
@@ -151,9 +151,9 @@ async def add(
     """Make a table a stream. If it is one already, with the same arguments, nothing is changed.
 
     Tables and sequences are named as in SQL (`public.events`), columns exactly as they are. `row` is an SQL expression
-    over the table, called t, that yields JSON. `sequence` is needed only where the application itself takes ids from
-    one that neither belongs to the column nor stands in its default. `max_row` bounds
-    the lines of the stream, in bytes: the stream stops before a row that is longer.
+    over the table, called t, that yields JSON. `sequence` is needed only where the application itself draws ids from a
+    sequence that neither belongs to the column nor is named in its default. `max_row` bounds the lines of the stream,
+    in bytes: the stream stops before a row that is longer.
 
     Raises:
         StreamRefused: it cannot be a stream; the message has the reason and the remedy.
@@ -237,7 +237,7 @@ async def sequence_changed(db: Queries, name: str, what: str, *, schema: str = S
 
 
 async def load_streams(db: Queries, names: Collection[str] | None = None, *, schema: str = SCHEMA) -> dict[str, Stream]:
-    """All streams by name, or those of these `names` that there are."""
+    """All streams by name, or the existing streams of these `names`."""
     with installed(schema):
         rows = await db.fetch(statement("stream_load", schema), None if names is None else list(names))
     return {row["name"]: _stream(row) for row in rows}
@@ -321,8 +321,8 @@ async def ensure_writers(db: Queries, stream: Stream, names: Iterable[str], *, s
 
 
 async def continue_streams(db: Queries, *, schema: str = SCHEMA) -> int:
-    """Begin a generation of each stream whose present one is not valid any more; returns how many. Load the streams
-    again afterwards.
+    """Begin a generation of each stream whose present generation is not valid any more; returns how many. Load the
+    streams again afterwards.
     """
     with installed(schema):
         begun: int = await call_value(db, schema, "stream_continue")
@@ -347,7 +347,7 @@ async def fork(db: Queries, stream: Stream, reason: str, *, schema: str = SCHEMA
 
 @dataclass(frozen=True, slots=True)
 class Rewound:
-    """What became of a `rewind`. `generation`: the one that has begun; None if nothing was done. `wait`: then the
+    """The result of a `rewind`. `generation`: the new generation; None if nothing was done. `wait`: then the
     seconds after which it may be tried again; None if history has forked, so that rows are read anew.
     """
 
@@ -366,7 +366,7 @@ async def rewind(db: Queries, stream: Stream, upto: int, *, schema: str = SCHEMA
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What `keep` found out: up to where rows are gone, and after which id rows are there again that were taken for
+    """What `keep` found out: up to which id rows were removed, and after which id rows exist again that were taken for
     removed; None if that is not news.
     """
 
@@ -401,7 +401,7 @@ async def load_lineages(db: Queries, name: str | None = None, *, schema: str = S
 async def publish(
     db: Queries, stream: Stream, position: int, per_writer: Mapping[str, int], *, schema: str = SCHEMA
 ) -> bool:
-    """Keep what was published, for daemons that start later; positions only grow. About once a second will do.
+    """Store published positions, for daemons that start later; positions only grow. About once a second will do.
 
     Writers without a number are left out. Returns False, with nothing written, when another generation has begun since
     the stream was loaded, when its generation is not valid on the server that answers, or when it was removed.

@@ -20,7 +20,7 @@ from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.registry import Stream, load_streams
 
 CATALOGS = 16  # streams whose rows in the catalogs are looked at each time
-LOOKS = 8  # so many looks, after a row of the catalogs was written, look at those of all streams
+LOOKS = 8  # so many looks, after a row of the catalogs was written, read the catalogs of all streams
 IN_TURN = 1  # streams that are loaded each time for no other reason than that it is their turn
 SUSPECTS = 32  # streams that are loaded each time because the caller suspects them
 
@@ -44,7 +44,7 @@ class RegistryView:
         self._catalogs_at = 0  # where the next look goes on in the order of the names
         self._turn_at = 0
         self._suspects_at = 0
-        self._looking = trio.Lock()  # what an earlier look has loaded must not replace what a later one has
+        self._looking = trio.Lock()  # results of an earlier look must not replace results of a later look
 
     async def look(self, db: Queries, suspects: Collection[str] = ()) -> dict[str, Stream]:
         """The streams. A stream that has not changed is the same object as before.

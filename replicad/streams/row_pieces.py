@@ -21,7 +21,7 @@ GROWTH = 8  # the next try has so many times the size when not even one complete
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows to be read: those of (after, upto] of all writers; or, with `ranges`, a range for each writer.
+    """Rows to be read: the rows of (after, upto] of all writers; or, with `ranges`, a range for each writer.
 
     Writers that are not in `ranges` have the range `others`. All ranges lie in (after, upto].
     """
@@ -90,7 +90,7 @@ class Piece:
         self.size = sum(len(chunk.data) for chunk in self.chunks)
 
     def drop(self) -> None:
-        """Remove the chunks from memory, except those that clients are being sent."""
+        """Remove the chunks from memory, except chunks that clients are being sent."""
         self.chunks, self.dropped = (), True
 
     def lines(self, after: int, upto: int) -> Iterator[Chunk]:
@@ -149,7 +149,7 @@ def _batch_at(data: bytes, start: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a piece is read in blocks: the ids of the piece, those of a block, and the bytes of the longest line."""
+    """How a piece is read in blocks: the ids of the piece, the ids of a block, and the bytes of the longest line."""
 
     ids: int
     step: int
@@ -166,7 +166,7 @@ class Bounds:
 
 
 async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds: Bounds) -> Piece:
-    """Read the rows of a segment in (after, upto] up to the bounds, but those of one id at least.
+    """Read the rows of a segment in (after, upto] up to the bounds, but the rows of an id at least.
 
     If a row fails, the piece ends before it; if it is the first, the error is raised.
 

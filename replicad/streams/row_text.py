@@ -1,11 +1,11 @@
 """The SQL text that makes lines of a stream's rows. Knows no connection.
 
-Each statement checks that the table is the one that the stream was loaded with. Why the name and the check cannot lead
-to different tables: Postgres resolves the name in FROM first and locks that table (ACCESS SHARE) until the statement
-ends. Then it resolves the same name for the check. To rename, move or drop a table needs a lock that conflicts with
-ours, so the second resolution finds the locked table, or the check fails. Renaming a schema locks no table: the two
-could differ unnoticed only if the schema is renamed and renamed back in the microseconds between. Postgres analyses a
-cached statement again after each of these commands.
+Each statement checks that the table is still the table that the stream was loaded with. Why the name and the check
+cannot lead to different tables: Postgres resolves the name in FROM first and locks that table (ACCESS SHARE) until the
+statement ends. Then it resolves the same name for the check. To rename, move or drop a table needs a lock that
+conflicts with ours, so the second resolution finds the locked table, or the check fails. Renaming a schema locks no
+table: the two could differ unnoticed only if the schema is renamed and renamed back in the microseconds between.
+Postgres analyses a cached statement again after each of these commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replicad.streams.chunks import MAX_ROW
 
 MASTER: Final = "master"  # the writer of rows that name none, as in Synapse
 MAX_INSTANCE: Final = 200  # characters of a writer's name
-_CASES: Final = 16  # writers told apart by comparison; beyond that the general form is cheaper
+_CASES: Final = 16  # writers distinguished by comparison; beyond that the general form is cheaper
 _VARHDRSZ: Final = 4  # Postgres adds it to the length of a varchar to get the type's modifier
 _BLANKS: Final = str.maketrans(dict.fromkeys([*range(1, 33), 127], "_"))
 
@@ -110,7 +110,7 @@ class RowText:
     def blocks_sql(self, after: int, upto: int, step: int, max_line: int) -> str:
         """The query for the rows of (after, upto] of all writers, ascending by id, in blocks of `step` ids.
 
-        A block is the number of its rows, and on the lines after it their lines. Those of more than `max_line` bytes
+        A block is the number of its rows, and on the lines after it their lines. Lines of more than `max_line` bytes
         may be cut off. Only if ids are unique.
         """
         assert self.unique_ids

@@ -78,7 +78,7 @@ class Overview:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What was read for all streams together."""
+    """The readings for all streams together."""
 
     published: Mapping[str, Published]
     readings: Mapping[str, Reading]
@@ -291,7 +291,7 @@ def _may_be_stuck(status: StreamStatus) -> bool:
 
 
 async def _look_again(db: Database, found: list[StreamStatus], schema: str) -> list[StreamStatus]:
-    """Check a second time whether the positions move: a row that was just committed looks like one that is stuck."""
+    """Check a second time whether the positions move: a row that was just committed looks like a row that is stuck."""
     stuck = {status.stream.name for status in found if _may_be_stuck(status)}
     before = {status.stream.name: status.position for status in found}
     deadline = trio.current_time() + SECOND_LOOK

@@ -1,4 +1,4 @@
-"""The writers of a stream for an operator: list them with their positions, and retire those that no longer write.
+"""The writers of a stream for an operator: list them with their positions, and retire writers that no longer write.
 
 A retired writer is no longer listed to readers. It keeps its number, and is listed again when it writes again.
 """
@@ -56,7 +56,7 @@ async def retire(
     `quiet`: seconds for which they must have written nothing.
 
     Raises:
-        UnknownStream, StreamRefused: one is unknown, may still be writing, or none would be left.
+        UnknownStream, StreamRefused: a writer is unknown, may still be writing, or none would be left.
     """
     with installed(schema):
         return int(await call_value(db, schema, "stream_writers_retire", stream, list(names), quiet))

@@ -42,10 +42,10 @@ async def trim(
     batches before an interruption stay removed. The position waits for a batch, as for any other transaction.
 
     Raises:
-        UsageError: not exactly one of `before`, `older_than` and `acked`.
+        UsageError: `before`, `older_than` and `acked` are all absent, or more than one of the three is given.
         UnknownStream: there is no such stream.
         BadToken: the token does not parse, or belongs to another epoch.
-        StreamRefused: it lies beyond what was published; rows that no reader was sent must stay.
+        StreamRefused: it lies beyond the published position; rows that no reader was sent must stay.
     """
     if sum((before is not None, older_than is not None, acked)) != 1:
         raise UsageError("trim takes exactly one of before, older_than and acked.")

@@ -18,7 +18,7 @@ async def count_waiting(
 ) -> None:
     """Put into `found` how many rows each stream has above its position: (source, position) by name, at most MOST.
 
-    A stream that cannot be counted gets None. What was found is in `found` also if the caller's time is over meanwhile.
+    A stream that cannot be counted gets None. Results are in `found` also if the caller's time is over meanwhile.
     Raises what `fetch_together` raises.
     """
     branches = {

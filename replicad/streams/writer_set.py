@@ -27,7 +27,7 @@ def _writers_line(head: str, pairs: Iterable[tuple[str, int]]) -> bytes:
 class WriterSet:
     """The writers of a stream in one epoch, from the lines of WRITERS that a reader received.
 
-    A line that names no writer, or one that is in the set already, begins a new set; a line with other writers adds to
+    A line that names no writer, or a writer of the set, begins a new set; a line with other writers adds to
     it. A set is complete when POSITION follows. Until then `numbers` has the writers of both the old and the new set,
     so that the token of a reader never leaves out a writer that is behind.
     """

@@ -76,7 +76,7 @@ def database_url(settings: DatabaseSettings) -> Iterator[str]:
     """The URL of the named database, or of the embedded database of a running daemon, valid at least until the end of
     the block.
 
-    Starts nothing. If no database was named, a line on stderr shows which one is used.
+    Starts nothing. If no database was named, a line on stderr shows the database that is used.
 
     Raises:
         EnvironmentRefused: no database is named, and none runs.

@@ -18,7 +18,7 @@ async def read_ahead(fetch: Callable[[Pass[T]], Awaitable[None]], take: Pass[T],
     So many pieces may wait to be taken: none, so that at most two are in memory, or any number (`math.inf`), if `fetch`
     bounds them itself.
 
-    Raises what one of them raises, not in an exception group. Pieces may have been taken before.
+    Raises their first exception, not in an exception group. Pieces may have been taken before.
     """
     failure: Exception | None = None
     ahead, pieces = trio.open_memory_channel[T](waiting)

@@ -82,8 +82,8 @@ class Backfiller:
         self._running: set[tuple[str, int]] = set()  # tube, partition
         self._resting: dict[tuple[str, str], float] = {}  # tube, table: the time before which it is not tried again
         self._failed: set[tuple[str, str]] = set()  # tube, table: those with a reported trouble
-        self._retries: dict[tuple[str, str], Backoff] = {}  # tube, table: those that failed
-        self._last: dict[str, int] = {}  # tube: when one of its backfills was started last, counted in starts
+        self._retries: dict[tuple[str, str], Backoff] = {}  # tube, table: failed backfills
+        self._last: dict[str, int] = {}  # tube: when it last started a backfill, counted in starts
         self._starts = 0
         self._others_wait = False  # whether the last `run` found jobs that it could not start
 
@@ -136,7 +136,7 @@ class Backfiller:
         return jobs
 
     async def _jobs(self, connection: Connection, tube: TubeInfo) -> list[Job]:
-        """Backfills that have begun come before those that are only scheduled."""
+        """Backfills that have begun come before backfills that are only scheduled."""
         qualified = self._table("tube_qualified")
         begun = await connection.fetch(
             f"SELECT coalesce({qualified}(tbl), tbl::oid::text) AS tbl, order_col::text, shard, start_seq "

@@ -1,4 +1,4 @@
-"""Send the pods of a range as Arrow blocks. Postgres packs the columns of the next block while one is sent.
+"""Send the pods of a range as Arrow blocks. Postgres packs the columns of the next block while a block is sent.
 
 One statement per piece, not one COPY: a slow reader then holds neither a connection nor a snapshot, and a lost lease is
 noticed with the next piece, because every statement checks the lease. No pod can appear in the range meanwhile
@@ -69,8 +69,8 @@ class BulkBook:
     async def send(self, want: Want, sink: BlockSink, renew: RenewLease) -> int:
         """Send the pods as ARROW lines with their blocks to `sink`; returns how many there were.
 
-        At most two pieces are in memory: one that is being sent, and the next. `renew` is called before each statement.
-        Blocks may have been sent before an exception.
+        At most two pieces are in memory: the piece that is being sent, and the next. `renew` is called before each
+        statement. Blocks may have been sent before an exception.
 
         Raises:
             EncodingUnavailable: numpy or pyarrow is not installed, or a pod is too large for a block.

@@ -124,7 +124,7 @@ class Renew(Command):
 
 @command("KEEP", Side.CLIENT, verb="work", on="tube", answer="KEPT", longest=LONGEST_KEEP)
 class Keep(Command):
-    """KEEP: RENEW for many leases of a tube at once, each by its term. KEPT lists those that are still held.
+    """KEEP: RENEW for many leases of a tube at once, each by its term. KEPT lists the leases that are still held.
 
     At most MAX_KEPT terms.
     """
@@ -135,7 +135,7 @@ class Keep(Command):
 
 @command("KEPT", Side.SERVER, longest=LONGEST_KEEP)
 class Kept(Command):
-    """KEPT: the leases that a KEEP has renewed, by their terms. Those that are not listed are lost."""
+    """KEPT: the leases that a KEEP has renewed, by their terms. Leases that are not listed are lost."""
 
     tube: str = word("tube")
     terms: Sequence[int] = optional("term,term,...", INTEGERS, default=())

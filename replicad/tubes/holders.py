@@ -43,7 +43,7 @@ def holder_of(given: str, client: str, connection: str) -> Holder:
 
 
 def belongs_to(stored: str, client: str) -> bool:
-    """Whether a stored holder is one of this client of the access file."""
+    """Whether a stored holder belongs to this client of the access file."""
     return stored.startswith(f"{client}/")
 
 

@@ -1,8 +1,8 @@
 """Leases: which worker may read a partition of a tube. docs/leases.md has the states, the trust window, the failures.
 
 A lease is a row with a term (unique to this lease) and a beat (unique to each renewal). A lease is expired when its
-beat has not changed for `ttl` seconds (`replicad.beats`). CLAIM then replaces the row, and only if the beat is still
-the one that was seen. The SQL functions refuse an old term.
+beat has not changed for `ttl` seconds (`replicad.beats`). CLAIM then replaces the row, but only if the beat still has
+the value that was seen. The SQL functions refuse an old term.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class LeaseBook:
         return Lease(tube, claimed, term, row["ttl"])
 
     async def keep(self, tube: str, terms: Sequence[int], client: str = "") -> list[Lease]:
-        """Renew many leases of a tube with one statement; returns those that are still held.
+        """Renew many leases of a tube with one statement; returns the leases that are still held.
 
         `client`: only leases of this client of the access file. The rows are locked in one order, because two of these
         statements may concern the same leases.

@@ -125,9 +125,9 @@ class PodBook:
     async def short(
         self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds
     ) -> tuple[CursorAt, bytes] | None:
-        """What `plan` and `lines` would give together, if these are few and small pods of one of the tube's own
-        partitions. None if they are not, if the bounds leave some out, or if the lease does not cover the partition:
-        then `plan` tells which.
+        """The results of `plan` and `lines` together, if these are few and small pods of a partition of the tube. None
+        if they are not, if the bounds leave some out, or if the lease does not cover the partition: then `plan` shows
+        which.
         """
         if (text := self._short.get((tube, part.partitions))) is None:
             text = await call_value(self._db, self._schema, "tube_short_sql", tube, part.partitions)

@@ -1,6 +1,6 @@
 """What the models of specs/ and the arguments of docs/positions.md assume of Postgres, each on a real server.
 
-No code of replicad runs here. A test fails where its assumption is false; docs/positions.md, "What is assumed", names
+No code of replicad runs here. A test fails where its assumption is false; docs/positions.md, "Assumptions", names
 the test of each. They run on the embedded PostgreSQL and on each other one that this machine has.
 """
 

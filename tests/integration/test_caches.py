@@ -299,7 +299,7 @@ async def test_entries_outlive_a_lost_connection_and_what_was_missed_is_caught_u
                     await invalidate(open_one, "other", [])
                     await change(things, 1)
                     proxy.frozen = False
-                    await until(lambda: "still to come" in (caches.problem or ""))
+                    await until(lambda: "still missing" in (caches.problem or ""))
                     assert await thing(1) == 1, "not live before all of what was committed has come"
                     await open_one.execute("ROLLBACK")
                 await until(lambda: caches.live)

@@ -368,7 +368,7 @@ def test_top_shows_who_has_what_and_marks_what_is_wrong(run: Run, shards: None, 
     psql(database_url, "INSERT INTO shard_0002.cities SELECT g, 'x' FROM generate_series(100, 102) g")
     waiting, idle = run("top", "--json")
     assert (waiting["partition"], waiting["pods"], waiting["ids"]) == (0, 1, 3)
-    assert (waiting["holder"], waiting["state"], waiting["wrong"]) == (None, "nobody reads", True)
+    assert (waiting["holder"], waiting["state"], waiting["wrong"]) == (None, "no reader", True)
     assert (idle["pods"], idle["state"], idle["wrong"]) == (0, "ok", False)
     psql(database_url, "SELECT tube.tube_lease_claim('cities', 1, 0, 'alice', '30 s', '{}')")
     assert [row["holder"] for row in run("top", "--json")] == ["alice", "alice"]
@@ -377,7 +377,7 @@ def test_top_shows_who_has_what_and_marks_what_is_wrong(run: Run, shards: None, 
     counts = '{"batch": 7, "written": 1234, "lag": 0.5, "note": null}'
     psql(database_url, f"SELECT tube.tube_report_put('cities', 'copy', '{counts}')")
     assert run("top", "--json")[1]["report"]["batch"] == 7
-    assert re.search(r"cities: copy said \d+ s ago: lag 0\.50, batch 7, written 1,234\n", run("top", "--once"))
+    assert re.search(r"cities: copy reported \d+ s ago: lag 0\.50, batch 7, written 1,234\n", run("top", "--once"))
 
 
 def test_top_goes_on_with_the_islands_that_answer(run: Run, database_url: str) -> None:

@@ -69,7 +69,7 @@ async def test_a_worker_that_is_gone_is_silent_and_not_ok(
         assert row["wrong"]
         pod = "INSERT INTO tube.orders (op, shard, ids, payload) VALUES ('B', 0, '{1}', '{}')"
         await database.execute(pod)
-        await look_until(database_url, 0, r"^silent for \d+ s, nobody reads the backfill$")
+        await look_until(database_url, 0, r"^silent for \d+ s, no reader for the backfill$")
         await nc.send("CLAIM orders 0/2 holder=w2!other-key ttl=60")
         await nc.expect("LEASE .*")
         row = await look_until(database_url, 0, "^ok$")
@@ -93,7 +93,7 @@ async def test_a_backfill_without_a_reader_is_marked(database: Database, databas
     await database.execute("SELECT tube.tube_ensure_exists('orders', partitions => 1)")
     await database.execute("INSERT INTO tube.orders (op, shard, ids, payload) VALUES ('B', 0, '{1}', '{}')")
     [row] = await look(database_url)
-    assert row["state"] == "nobody reads the backfill"
+    assert row["state"] == "no reader for the backfill"
 
 
 async def test_streams_and_daemons_are_in_it(events: Database, daemon: Daemon, database_url: str) -> None:
@@ -162,7 +162,7 @@ class Terminal:
 
 @pytest.fixture
 def wrong_url(database_url: str) -> str:
-    """A database with a long name of a tube, and pods that nobody reads."""
+    """A database with a long name of a tube, and pods without a reader."""
     from tests.conftest import psql
 
     tube = "a_tube_with_a_name_that_is_as_long_as_a_name_can_be_in_postgres"
@@ -179,7 +179,7 @@ def test_it_fits_80_columns_in_colour_and_follows_a_resize(wrong_url: str) -> No
     shown = terminal.read_picture()
     assert "\x1b[31m" in shown, "red"
     assert "\x1b[2J" in shown, "cleared"
-    assert "nobody reads" in shown
+    assert "no reader" in shown
     assert max(map(len, ESCAPES.sub("", shown).splitlines())) <= 80
     terminal.resize(50)
     shown = terminal.read_picture()

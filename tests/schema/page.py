@@ -59,7 +59,7 @@ def _section(part: schema.Part) -> str:
     head = [
         f"## The part {part}",
         "",
-        f"`{declared.installer}` installs it in the schema `{declared.schema}`, or in the one that "
+        f"`{declared.installer}` installs it in the schema `{declared.schema}`, or in the schema that "
         f"`{declared.schema_option}` names.",
     ]
     lines = [f"| `{one.call}` | {one.sentence} |" for one in public(part).values()]

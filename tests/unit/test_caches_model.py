@@ -231,7 +231,7 @@ def test_caches_are_live_again_when_every_writer_has_got_where_ids_had_been_give
     following.take([Connected("here")], Client("6", w1=7, w2=6))
     assert not caches.live
     following.take([TakenUpto("caches", 7, 0.0)], Client("6", w1=7, w2=6))
-    assert "still to come" in str(caches.problem)
+    assert "still missing" in str(caches.problem)
     following.take([PositionMoved("caches", "w2", 7)], Client("7", w1=7, w2=7))
     assert cache.get((1,)) == "kept"
 

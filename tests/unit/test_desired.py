@@ -79,7 +79,7 @@ def test_all_mistakes_of_a_file_are_found_at_once() -> None:
 def test_what_has_lost_its_table_is_a_remark_in_the_file() -> None:
     broken = {"streams": {"a": {key.name: None for key in SECTIONS[0].keys} | {"id": "id"}}}
     text = render(broken, SECTIONS)
-    assert text == "# [streams.a] is left out: its table is gone, so it cannot be made again\n"
+    assert text == "# [streams.a] is left out: its table does not exist any more, so it cannot be made again\n"
     assert read_tables(tomllib.loads(text), SECTIONS, "f") == ({}, [])
 
 

@@ -49,7 +49,7 @@ TESTED = re.compile(r"`(tests/[\w/]+\.py)`: `(test_\w+)`")
 
 
 def test_each_assumption_of_a_model_is_explained_and_has_a_test_that_is_there() -> None:
-    section = (ROOT / "docs/positions.md").read_text(encoding="utf-8").split("## What is assumed")[1].split("\n## ")[0]
+    section = (ROOT / "docs/positions.md").read_text(encoding="utf-8").split("## Assumptions")[1].split("\n## ")[0]
     rows = {
         name: (set(re.findall(r"\w+", models)), TESTED.findall(tests)) for name, models, tests in ROW.findall(section)
     }

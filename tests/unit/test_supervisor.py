@@ -44,4 +44,4 @@ async def test_a_watchdog_hears_twice_in_its_time(tmp_path: Path, autojump_clock
 def test_a_service_manager_that_is_gone_is_logged_and_ends_nothing(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         Supervisor(str(tmp_path / "gone")).tell("READY=1")
-    assert [line["event"] for line in logs] == ["supervisor_not_told"]
+    assert [line["event"] for line in logs] == ["supervisor_not_notified"]

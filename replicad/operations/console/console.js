@@ -120,7 +120,7 @@ const STREAM = [
 ];
 const PARTITION = [
   label("Partition", "partition"),
-  { title: "Holder", of: (row) => row.holder ?? (row.pods || row.backfill_pods ? ["nobody reads", "bad"] : ["none", "quiet"]) },
+  { title: "Holder", of: (row) => row.holder ?? (row.pods || row.backfill_pods ? ["no reader", "bad"] : ["none", "quiet"]) },
   { title: "Lease", of: (row) => row.holder && (row.lease_alive ? ["alive", "good"] : [`silent for ${duration(row.silent_seconds)}`, "bad"]) },
   plain("Pods", "pods"),
   { title: "Lag", of: (row) => long(row.age_s) },

@@ -1,1 +1,1 @@
-"""`replicad doctor`: what is wrong with an installation, and what to type. Each check is a declared object."""
+"""`replicad doctor`: the problems of an installation, and their remedies. Each check is a declared object."""

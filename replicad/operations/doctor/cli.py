@@ -26,7 +26,7 @@ _NAGIOS = {0: "OK", 1: "WARNING", 2: "CRITICAL"}
 @click.command(
     "doctor",
     cls=ReplicadCommand,
-    short_help="Check an installation, and say what to do about what is wrong.",
+    short_help="Check an installation, and print problems with their remedies.",
     epilog="""\b
 Examples:
   replicad doctor --database postgresql://replicad@db1/app

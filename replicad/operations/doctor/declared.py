@@ -35,9 +35,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check. `warns` and `fails` say when; None: it never does. `needs`: the check that must not fail before it.
+    """A check. `warns` and `fails` are the conditions; None: it never does. `needs`: the check that must not fail
+    before it.
 
-    `run` returns at least one finding: what is wrong, or what is fine.
+    `run` returns at least one finding: a problem, or that all is fine.
     """
 
     name: str

@@ -40,7 +40,7 @@ class Thresholds:
     disk: float = 0.1  # free
     disk_full: float = 0.03
     clock: float = 5.0  # between this machine and the database
-    destination: float = 3600.0  # in which one of a sender's has taken nothing
+    destination: float = 3600.0  # in which a destination has accepted no request
 
 
 class Seen:

@@ -1,4 +1,4 @@
-"""Checks of tubes: what cannot be served, who reads them, what is parked, and backfills."""
+"""Checks of tubes: obstacles to serving, readers, parked ids, and backfills."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ SLICE = 100  # clients, before other tasks run
 INFO = Family("replicad_info", GAUGE, "1; the labels say which program this is.", ("version", "python", "server_name"))
 STARTED = Family("replicad_start_time_seconds", GAUGE, "When the daemon began to serve HTTP, in seconds since 1970.")
 READY = Family("replicad_ready", GAUGE, "1 if /readyz answers 200, else 0.")
-FAMILIES = (INFO, STARTED, READY, AGE, FAILURES)  # what is exported beside the figures of the sources
+FAMILIES = (INFO, STARTED, READY, AGE, FAILURES)  # figures beside the figures of the sources
 
 INDEX = """replicad
 /livez    200 while the daemon runs
 /readyz   200 if Postgres answers and every stream and tube is served, else 503 with the reasons
 /status   the same and more, as JSON
-/clients  who is connected, and who was cut, as JSON
+/clients  connected clients, and clients that were cut, as JSON
 /metrics  for Prometheus; docs/operating.md has the table
 /console  all of this for people, in a browser
 /streams/NAME/rows?after=TOKEN&limit=N  rows, a line of JSON for each; docs/transports.md
@@ -120,7 +120,7 @@ class Pages:
         return answer
 
     async def _admitted(self, request: Request, page: Page) -> Answer:
-        """The answer of a page to a caller who has a place. Raises Refused."""
+        """The answer of a page to a caller with a place. Raises Refused."""
         async with calling(self._host.access, request) as caller:
             if caller.known:
                 await request.guest.take_place()
@@ -188,7 +188,7 @@ class Pages:
         return Answer.of_type("application/json", (text + "}").encode())
 
     async def clients(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
-        """Who is connected, what they follow, and who was cut, as JSON. Needs the right `status`."""
+        """The connected clients, their streams, and clients that were cut, as JSON. Needs the right `status`."""
         caller.require(STATUS)
         hub, now = self._host.hub, trio.current_time()
         catching_up = self._host.figures.catching_up()
@@ -215,7 +215,7 @@ class Pages:
         return Answer.of_type(content_type, page)
 
     def families(self) -> list[Family]:
-        """All figures that are exported, but for those of the process and `replicad_series_left_out`."""
+        """All exported figures, except the figures of the process and `replicad_series_left_out`."""
         return [*FAMILIES, *(one for source in self._host.figures.sources for one in source.families)]
 
     def _samples(self) -> Iterable[Sample]:

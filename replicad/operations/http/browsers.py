@@ -1,4 +1,4 @@
-"""Tokens of browsers in requests (docs/access.md): where they are looked for, and what is refused for safety.
+"""Tokens of browsers in requests (docs/access.md): their places, and requests that are refused for safety.
 
 A page cannot set a header for EventSource. So the token comes in a cookie, which every page of the site has the browser
 send, or in a parameter of the address, which has to be kept out of everything that keeps addresses.

@@ -74,7 +74,7 @@ class Console:
         return Answer.json({"started": self._began, "last": last, "events": shown})
 
     async def parked(self, request: Request, caller: Caller) -> Answer:
-        """What is parked of the tube `?tube=NAME`, the oldest first. Needs the right `status`, and to list the tube."""
+        """The parked ids of the tube `?tube=NAME`, the oldest first. Needs the right `status`, and to list the tube."""
         caller.require(STATUS)
         tube = request.query.get("tube", "")
         if not caller.lists("tube", tube):
@@ -120,8 +120,8 @@ def require_own_page(headers: Mapping[str, str], *, open_to_all: bool) -> None:
     """Refuse a request that changes something and that a page of another site has a browser send.
 
     A browser names the page's origin in every POST. JSON from another origin needs a permission that is never given.
-    Where nobody has to prove who he is, the host must be an address or `localhost`: a name that leads here may be one
-    that its owner has pointed at this machine (DNS rebinding), and then the origin looks right.
+    Where clients need no secret, the host must be an address or `localhost`: the owner of any other name can point it
+    at this machine (DNS rebinding), and then the origin looks right.
 
     Raises:
         Refused: it may come from another site.

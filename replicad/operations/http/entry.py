@@ -26,7 +26,7 @@ from replicad.protocol.states import CloseReason
 
 NO_WORD = "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH"
 NO_NAME = "without a secret (--token-file, --access-file) use an address or localhost in place of a host's name"
-_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\ufffd\ud800-\udfff]")  # in place of what is no UTF-8 comes U+FFFD
+_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\ufffd\ud800-\udfff]")  # bytes that are no UTF-8 become U+FFFD
 NAMES = ("stream", "tube")  # labels and kinds with a name that a client may not know
 CHANGED = "the operator has changed the rights of this client while it was answered; ask again"
 
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 def is_address(host: str) -> bool:
     """Whether a header `Host` holds an address or `localhost`. The owner of any other name can point it at this machine
-    and have browsers here take our answers for those of his own page (DNS rebinding).
+    and have browsers here read our answers as answers of his own page (DNS rebinding).
     """
     try:
         name = (urlsplit(f"//{host}").hostname or "").lower()
@@ -45,7 +45,7 @@ def is_address(host: str) -> bool:
 
 
 def no_such(kind: str, name: str) -> Refused:
-    """The answer for a name that does not exist, and for one that the caller may not know."""
+    """The answer for a name that does not exist, and for a name that the caller may not know."""
     return Refused(404, f"there is no {kind} {name[:80]!r}")
 
 
@@ -59,7 +59,7 @@ class BrowserCaller:
 
 class Caller:
     """Who sent a request. `unknown`: why it gets nothing that needs a right (status and sentence). None: it has proved
-    who it is, or nobody has to.
+    who it is, or no proof is needed.
     """
 
     def __init__(self, access: ClientAccess, unknown: tuple[int, str] | None, browser: BrowserCaller | None) -> None:
@@ -69,7 +69,7 @@ class Caller:
 
     @property
     def known(self) -> bool:
-        """Whether it has proved who it is, or nobody has to."""
+        """Whether it has proved who it is, or no proof is needed."""
         return self._unknown is None
 
     @property
@@ -137,7 +137,7 @@ class Caller:
 
 
 def _unknown(control: AccessControl, access: ClientAccess, request: Request) -> tuple[int, str] | None:
-    """Why the caller gets nothing; None: it has proved who it is, or nobody has to."""
+    """Why the caller gets no answer; None: it has proved who it is, or no proof is needed."""
     if not control.open_to_all:
         return None if access.client is not None else (401, NO_WORD)
     server, host = ipaddress.ip_address(request.guest.server), request.headers.get("host")

@@ -23,7 +23,7 @@ from replicad.streams.commands import Position, Writers
 
 LONGEST_ID = 2048  # characters: browsers send it back in a header. Of many writers, some rows may come again
 SHARED = 16  # translated blocks that are kept for other readers of the same rows
-SHARED_BYTES = 256 << 10  # of a block; a chunk of a journal has half of it. Those of longer rows are kept while sent
+SHARED_BYTES = 256 << 10  # of a block; a chunk of a journal has half of it. Blocks of longer rows are kept while sent
 OPENING = b"retry: 2000\n\n"  # ms until a browser connects again
 PING = b": ping\n\n"
 
@@ -199,7 +199,7 @@ class Events:
         return self._event("refused", **problem.fields)
 
     def _resets(self, back: Iterable[tuple[str | None, int]]) -> bytes:
-        """Rows above a position are void: those of one writer, or of all (null)."""
+        """Rows above a position are void: rows of one writer, or of all (null)."""
         token = self._progress.token(LONGEST_ID)
         events = (
             self._event("reset", instance=instance, discard_after=position, token=token) for instance, position in back

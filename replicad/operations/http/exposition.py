@@ -35,7 +35,7 @@ LEFT_OUT = Family(
 async def gather(
     families: Iterable[Family], samples: Iterable[Sample], admits: Callable[[Sample], bool]
 ) -> dict[Family, list[Sample]]:
-    """The samples by family, without those that the client may not see. Other tasks run in between."""
+    """The samples by family, without samples that the client may not see. Other tasks run in between."""
     found: dict[Family, list[Sample]] = {family: [] for family in families}
     left_out: dict[Family, int] = {}
     for number, sample in enumerate(samples, 1):

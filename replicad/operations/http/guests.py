@@ -16,14 +16,16 @@ SHARE = 0.75  # of the places: so many may be held for one address
 
 
 class Desk:
-    """The places of requests that are being answered. Those that wait get one in turns by address."""
+    """The places of requests that are being answered. Waiting requests get one in turns by address."""
 
     def __init__(self, places: int) -> None:
         self._places = Places(places, each=max(1, round(places * SHARE)))
         self._slow: ByAddress[Guest] = ByAddress()  # have a place, and their peers do not go on
 
     async def take(self, guest: Guest) -> None:
-        """Wait for a place. If there is none, one of a crowd from another address gives way that waits for its peer."""
+        """Wait for a place. If there is none, a request of a crowd from another address, which waits for its peer,
+        loses its place.
+        """
         if self._places.full:
             number, crowded = self._slow.most()
             slowest = self._slow.oldest(crowded)
@@ -94,7 +96,9 @@ class Guest:
         self._leave()
 
     async def take_place(self) -> None:
-        """Wait for a place to be answered, which `rest` gives back. From then on the connection gives way to nobody."""
+        """Wait for a place to be answered, which `rest` gives back. From then on the connection is not closed for
+        others.
+        """
         self._asked = True
         await self._desk.take(self)
         self._asked, self._has_place = False, True

@@ -1,7 +1,7 @@
 """`GET /streams/NAME/live?after=TOKEN`: a stream as server-sent events.
 
 The reader is a session of the daemon as any other client is. Its stream translates lines into events. The answer begins
-when the subscription is accepted or refused. So bounds, turns, slow readers, rights and logs are those of TCP.
+when the subscription is accepted or refused. So bounds, turns, slow readers, rights and logs are the same as on TCP.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ async def _expire(at: float, end: Callable[[], None]) -> None:
 
 
 async def _watch(below: trio.abc.Stream, gone: Callable[[], None]) -> None:
-    """Call `gone` when the reader has closed the connection. What it sends is not looked at."""
+    """Call `gone` when the reader has closed the connection. Its input is ignored."""
     with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
         while await below.receive_some(4096):
             pass

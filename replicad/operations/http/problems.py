@@ -26,7 +26,7 @@ STATUS = {
     "wrong_version": 505,
 }
 FORKED = 409  # a bad_token with the token to go on with
-RETRY = "5"  # seconds: what is refused now may be served then
+RETRY = "5"  # seconds: a request that is refused now may be served then
 
 _CODES = {
     401: "not_authorised",
@@ -50,18 +50,20 @@ class Problem(Exception):
         super().__init__(sentence)
         self.code = code
         self.status = STATUS.get(code, UNAVAILABLE) if status is None else status
-        self.allowed: tuple[str, ...] = ()  # the methods of the page, where another one was sent (RFC 9110, 15.5.6)
+        self.allowed: tuple[str, ...] = ()  # the methods of the page, if another method was sent (RFC 9110, 15.5.6)
         self.logged = False  # by the session that the error comes from
         self.fields = {"code": code, "error": sentence, **more}
 
     def noted(self) -> Problem:
-        """The same, to be raised, of what a session has logged. What is raised and kept makes a cycle of references."""
+        """The same, to be raised, from the log entry of a session. An exception that is raised and kept makes a cycle
+        of references.
+        """
         found = Problem(self.code, str(self), self.status)
         found.fields, found.logged = self.fields, True
         return found
 
     def answer(self, headers: Mapping[str, str]) -> Answer:
-        """What is sent, with other headers."""
+        """The same answer, with other headers."""
         return Answer(self.status, self.body, {**self.headers, **headers})
 
     @property
@@ -71,7 +73,7 @@ class Problem(Exception):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Those that belong to the status; never kept by a cache."""
+        """The headers that belong to the status; never kept by a cache."""
         found = {"content-type": "application/json", "cache-control": "no-store"}
         if self.status == 401:
             found["www-authenticate"] = "Bearer"
@@ -85,9 +87,9 @@ class Problem(Exception):
 def problem_of(error: ReplicadError) -> Problem:
     """The answer for an error of the protocol.
 
-    The history has forked: rows of all writers above `discard_after` are void, and `token` is the one to go on with.
-    Both are the minimum of what is shared: who reads pages does not know the numbers of writers in a vector token, and
-    could not tell whose rows to discard. Rows were trimmed: `token` is EARLIEST.
+    The history has forked: rows of all writers above `discard_after` are void, and `token` is the token to continue
+    with. Both are the minimum of the shared positions: a reader of pages does not know the numbers of writers in a
+    vector token, and could not know whose rows to discard. Rows were trimmed: `token` is EARLIEST.
     """
     if isinstance(error, TokenForked):
         rewind = Vector.parse(error.rewind)

@@ -1,11 +1,11 @@
-"""Listens for HTTP: who is accepted, for how long, and who gives way.
+"""Listens for HTTP: admission of connections, their time limits, and which are closed first.
 
 A connection passes the same admission as a client of the protocol: it waits its turn by address (`Arrivals`), counts
 within `--max-connections`, and is a newcomer as long as it has not sent a whole request. The oldest newcomer of the
 address that has the most gives way. Each further request of a connection waits for a turn of its address too (`Turns`),
 so hundreds of connections that ask at the same time make a turn of the event loop no longer. Requests that cost
-something hold one of `Limits.http_connections` places; a health check does not. Whoever does not take an answer gives
-up its place first.
+something hold one of `Limits.http_connections` places; a health check does not. A request whose peer does not read the
+answer loses its place first.
 """
 
 from __future__ import annotations

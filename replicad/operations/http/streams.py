@@ -1,6 +1,6 @@
-"""The pages /streams/NAME/rows and /streams/NAME/live: who may ask, what is asked, and how it is refused.
+"""The pages /streams/NAME/rows and /streams/NAME/live: rights, parameters, and refusals.
 
-They are programs' interfaces, so errors are JSON. What rows there are, tokens and refusals come from the services that
+They are programs' interfaces, so errors are JSON. Rows, tokens and refusals come from the services that
 serve clients of the protocol.
 """
 
@@ -126,8 +126,8 @@ class Rows(Page):
         return Answer(200, await _rendered(page), {"content-type": "application/jsonl", **headers})
 
     def _caching(self, page: RowPage, caller: Caller) -> str:
-        """A closed page may be kept for ever where the address names the generation; by shared caches too, if everybody
-        may read it. What is kept by an address with a token would keep the token.
+        """A closed page may be kept for ever where the address names the generation; by shared caches too, if all
+        clients may read it. A page under an address with a token is not kept: the token would be kept too.
         """
         if caller.browser is not None and caller.browser.in_address:
             return "private, no-store"

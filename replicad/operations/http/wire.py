@@ -26,7 +26,7 @@ IDLE = 5.0  # seconds until a request begins
 READING = 10.0  # seconds for its head, and for its body
 SENDING = 5.0  # seconds for a peer to take a piece of an answer
 PIECE = 64 << 10  # bytes of an answer
-LINGER, LINGER_BYTES = 1.0, 256 << 10  # what is read of a peer that is refused, so that no reset overtakes the answer
+LINGER, LINGER_BYTES = 1.0, 256 << 10  # read from a refused peer, so that no reset overtakes the answer
 RECEIVE = 16 << 10
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
@@ -42,7 +42,7 @@ BAD = "this is no request of HTTP/1.1 (RFC 9112)"
 
 
 class Ended(Exception):
-    """The peer has closed the connection, or does not go on in time: there is nobody to answer."""
+    """The peer has closed the connection, or does not continue in time: no answer can be sent."""
 
 
 def look_at_head(head: bytes) -> None:
@@ -107,7 +107,7 @@ def _path_and_query(target: str, host: str) -> str:
 
 
 def plain_answer(status: int, text: str, **headers: str) -> bytes:
-    """An answer after which the connection is closed, for who has sent no request that could be understood."""
+    """An answer after which the connection is closed, for a peer that has sent no valid request."""
     body = f"{text}\n".encode()
     fields = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), "connection": "close"}
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in {**fields, **headers}.items())
@@ -121,7 +121,7 @@ def phrase(status: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What was read of a request before its body."""
+    """The head of a request."""
 
     method: str
     target: str  # in origin-form
@@ -262,7 +262,7 @@ class Wire:
         return not close
 
     async def refuse(self, refused: Refused) -> None:
-        """Answer what is no request, and read a little more of it."""
+        """Answer input that is no request, and read a little more of it."""
         await self._send(plain_answer(refused.status, refused.why))
         await self.linger()
 

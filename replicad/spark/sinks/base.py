@@ -25,8 +25,8 @@ class Shape:
 
     A row's identity is (`_shard`, id). `_seq` is the seq of the last touch for which it was written. `types`: the types
     that the columns have in Postgres (see `tables.Layout`), where they are known. `added` are columns that
-    the source got since the last start: `prepare` adds them, with NULL for the rows that are there. `widened` are those
-    that got a type that holds all values of the one before: `prepare` makes the columns downstream wider.
+    the source got since the last start: `prepare` adds them, with NULL for existing rows. `widened` are columns with a
+    new type that holds all values of the previous type: `prepare` makes the columns downstream wider.
     """
 
     schema: pa.Schema
@@ -78,7 +78,7 @@ class Sink(ABC):
 
     @abstractmethod
     def prepare(self, shape: Shape) -> None:
-        """On the driver, before the query starts: create what is missing, refuse what has another shape.
+        """On the driver, before the query starts: create missing objects, refuse objects of another shape.
 
         Raises:
             UsageError, DatabaseError, EnvironmentRefused: the downstream cannot take rows of that shape.
@@ -88,9 +88,9 @@ class Sink(ABC):
         """On the driver: raise a ReplicadError if the downstream cannot be reached now. Takes seconds at most."""
 
     def identity(self) -> str | None:
-        """On the driver, after `prepare`: what tells this downstream from another one of the same name, in one line.
+        """On the driver, after `prepare`: a line that distinguishes this downstream from another of the same name.
 
-        None: it cannot tell, or there is none yet.
+        None: it is not known, or there is none yet.
         """
         return None
 
@@ -115,7 +115,7 @@ class Sink(ABC):
         Only called while no batch runs. The rows are current ones, so it does no harm to write them for good.
 
         Raises:
-            RowRefused: what is in the rows is refused. They are then tried in halves.
+            RowRefused: the content of rows is refused. They are then tried in halves.
             DownstreamError, DatabaseError: another failure.
         """
         del shape, changes

@@ -147,7 +147,7 @@ _TIMEOUT = 60.0  # seconds for one request
 _PATIENCE = 120.0  # seconds to wait for an index that is unreachable or too busy
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries; each pause doubles
 _BUSY = (429, 502, 503, 504)
-_OF_A_ROW = (400, 409, 413, 422)  # what is in a document, or its size, is not accepted
+_OF_A_ROW = (400, 409, 413, 422)  # the content or size of a document is not accepted
 _SEARCH_MOST = 10_000  # hits in one search; a limit of both products
 
 OBJECT, AS_TEXT = "object", "text"

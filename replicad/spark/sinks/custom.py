@@ -102,7 +102,7 @@ class CustomSink(Sink):
         return Applied(written, deleted)
 
     def try_out(self, shape: Shape, changes: EnrichedRows) -> None:
-        """Write them: `write` is safe to repeat. What is not an OSError is because of the rows."""
+        """Write them: `write` is safe to repeat. An exception that is not an OSError is because of the rows."""
         try:
             self.apply(shape, BatchId("", 0), 0, [changes])
         except DownstreamError as error:

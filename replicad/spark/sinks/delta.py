@@ -161,7 +161,7 @@ class DeltaSink(Sink):
         return _deltalake().DeltaTable(self.uri, storage_options=self.storage or None)
 
     def _holds(self, batch: BatchId) -> bool:
-        """Whether the batch, or a later one of its query, is in the table."""
+        """Whether the batch, or a later batch of its query, is in the table."""
         last: int | None = self._table().transaction_version(batch.query)
         return last is not None and last >= _version(batch)
 

@@ -75,7 +75,7 @@ class Manifest:
         return sum(leaf.rows for leaves in self.shards.values() for leaf in leaves)
 
     def holds(self, batch: BatchId) -> bool:
-        """Whether the batch, or a later one of its query, is in the table."""
+        """Whether the batch, or a later batch of its query, is in the table."""
         return self.applied.get(batch.query, (-1, 0)) >= (batch.number, batch.step)
 
     def with_batch(self, batch: BatchId, changed: Mapping[int, Sequence[Leaf]]) -> Manifest:
@@ -284,7 +284,7 @@ class ShardWriter:
     _made: list[Leaf] = field(default_factory=list)
 
     def add(self, writes: pa.Table, deletes: pa.Table) -> None:
-        """Take changes whose ids are above those of all earlier ones."""
+        """Add changes whose ids are above all earlier ids."""
         while self._at + 1 < len(self.leaves):
             low = self.leaves[self._at + 1].low
             self._take(*(self._below(table, low) for table in (writes, deletes)))
@@ -482,7 +482,7 @@ class ParquetSink(Sink):
         )
 
     def _write_anew(self, found: Manifest, shape: Shape) -> None:
-        """Write all files anew: readers of Parquet take the columns of one file for those of all."""
+        """Write all files anew: readers of Parquet assume that all files have the columns of the first."""
         files = Files(self.folder, shape.schema, shape.id, self.rows_per_file, found.version)
         shards = {}
         for shard, leaves in found.shards.items():

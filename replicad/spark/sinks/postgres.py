@@ -274,7 +274,7 @@ class PostgresSink(Sink):
 
 
 def _changes(shape: Shape, there: Mapping[str, str]) -> list[str]:
-    """What has to be altered in a table for the columns that the source got, or got wider."""
+    """The changes of a table that new or wider columns of the source need."""
     found = []
     for field in shape.schema:
         name, made = quote(field.name), _created_as(field, shape)

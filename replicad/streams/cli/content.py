@@ -90,8 +90,8 @@ Examples:
 @option(
     "--same-rows",
     is_flag=True,
-    help="The new table has the rows of the old one, up to what was published: readers go on there. Refused if the ids "
-    "in the two tables differ.",
+    help="The new table has the rows of the old table, up to the published position: readers continue there. Refused "
+    "if the ids in the two tables differ.",
 )
 @option(
     "--sequence",

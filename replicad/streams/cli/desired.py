@@ -15,7 +15,7 @@ _MIN_ROW = 1024  # bytes; a constraint of the registry
 
 
 async def present(place: TargetDatabase) -> dict[str, Values]:
-    """The streams of users' tables. Those of presence and caches belong to these features."""
+    """The streams of users' tables. The streams of presence and caches belong to these features."""
     schema = place.settings.stream_schema
     found: dict[str, Values] = {}
     own = {row["name"]: row for row in await place.db.fetch(statement("stream_desired", schema))}

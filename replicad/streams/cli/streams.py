@@ -109,10 +109,10 @@ def add(
 @json_option
 @database_options
 def list_streams(as_json: bool, **options: Any) -> None:
-    """List the streams: published position, lag, which transaction holds it back, and what is wrong.
+    """List the streams: published position, lag, the transaction that holds it back, and the problem.
 
-    The state is ok or a short code. The problem says what is wrong and what to do. The position is what the running
-    daemons have published. The lag is what is committed above it.
+    The state is ok or a short code. The problem names the fault and the remedy. The position is the id up to which the
+    running daemons have published. The lag is the number of committed rows above it.
     """
 
     from replicad.streams import status
@@ -135,8 +135,8 @@ def list_streams(as_json: bool, **options: Any) -> None:
 def show(name: str, as_json: bool, **options: Any) -> None:
     """Show all details of the stream NAME.
 
-    The generations are the stretches of its history, the present one first: when and why each began, and up to which
-    position its rows are those of the one before (a token; docs/positions.md).
+    The generations are the stretches of its history, the present one first: the start of each, its reason, and the
+    position up to which its rows are the same as in the generation before (a token; docs/positions.md).
     """
 
     from replicad.streams import registry, status
@@ -167,8 +167,8 @@ def show(name: str, as_json: bool, **options: Any) -> None:
 def check_polls(file: Path) -> None:
     """Check the recording FILE of `replicad serve --record-polls FILE`.
 
-    Each published position is held against what was read before it: the last value of the sequence, the holders of
-    locks, and how far the WAL was on disk (docs/positions.md). Prints what breaks a rule; exits with 7 then.
+    Each published position is compared with the readings before it: the last value of the sequence, the holders of
+    locks, and how far the WAL was on disk (docs/positions.md). Prints each broken rule; exits with 7 then.
     """
     from replicad.postgres import recording
 
@@ -273,7 +273,7 @@ command.add_command(stream_writers.command)
 
 
 def _held_back(name: str, senders: list[SenderAck]) -> str:
-    """Which sender kept more rows from being removed: the one that is furthest behind."""
+    """The sender that kept more rows from being removed: the sender that is furthest behind."""
     if not senders:
         return f"no sender has acknowledged {name} yet"
     last = senders[0]

@@ -1,4 +1,4 @@
-"""`replicad streams writers`: list the writers of a stream, and retire those that no longer write."""
+"""`replicad streams writers`: list the writers of a stream, and retire writers that no longer write."""
 
 from __future__ import annotations
 

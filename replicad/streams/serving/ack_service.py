@@ -39,7 +39,7 @@ class AckService:
     def stream_of(command: FederationAck, following: Collection[str] | None) -> str | None:
         """The stream that an ack of a connection belongs to which follows these streams, or all (None).
 
-        It belongs to the stream that it names; else to the only one that is followed; else, if all are, to the stream
+        It belongs to the stream that it names; else to the only followed stream; else, if all are, to the stream
         called `federation`.
         """
         if command.stream is not None:
@@ -54,7 +54,7 @@ class AckService:
     def note(self, command: FederationAck, following: Collection[str] | None, reads: Callable[[str], bool]) -> bool:
         """Take an ack of a connection that follows these streams, or all (None). False if it belongs to no stream.
 
-        `reads`: whether the connection is being sent the rows of a stream. Then it was told if history has forked.
+        `reads`: whether the connection is being sent the rows of a stream. Then it was informed if history has forked.
         From any other, a token may be of a generation before, in which the id was another row. So it counts only up to
         where all generations are the same: otherwise `trim --acked` would remove rows that the sender never had.
 
@@ -88,7 +88,7 @@ class AckService:
         return True
 
     async def run(self) -> None:
-        """Write acks until cancelled. Those that cannot be written now are tried again after `pace.acks`."""
+        """Write acks until cancelled. Acks that cannot be written now are tried again after `pace.acks`."""
         while True:
             while not self._waiting:
                 self._came = trio.Event()

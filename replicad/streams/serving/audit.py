@@ -1,10 +1,10 @@
-"""Compares what was sent of each stream with what its table has later, and so finds rows that readers were not sent.
+"""Compares the sent rows of each stream with its table later, and so finds rows that readers were not sent.
 
 The arguments of docs/positions.md say why no row can be missing at or below a position. Each of them has premises. The
-audit shares none: it counts what went out, and counts a second or more later what is there, by a statement, a snapshot
-and a connection of its own. More rows than were sent: rows were skipped, or came late. In addition the ids of the last
-rows below the position are compared with those of the look before, and the numbers of all rows below these with those
-of earlier looks, so that rows that come much later are found, too.
+audit shares none: it counts the sent rows, and counts a second or more later the rows in the table, by a statement, a
+snapshot and a connection of its own. More rows than were sent: rows were skipped, or came late. In addition the ids of
+the last rows below the position are compared with the look before, and the numbers of all rows below these with earlier
+looks, so that rows that appear much later are found, too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Audit:
         """Look at one stream; rows that were not sent are logged, counted and shown as a trouble of the stream."""
         stream = feed.stream
         if any(lane.epoch != stream.epoch for lane in feed.lanes.values()):
-            return  # what was sent is of the generation before, and the lanes go over to the next one
+            return  # the counts are of the generation before, and the lanes change to the next generation
         began = trio.current_time()
         taken = feed.tally.take(began - self._pace.audit_after)  # first: all of these rows were committed and sent
         upto, runs = feed.sent_upto, self._affordable(name, taken)
@@ -163,7 +163,7 @@ class Audit:
         if found.rows > FEWEST:
             self._cost[name] = took / found.rows
         back: int | None = None
-        try:  # first: readers are sent back no further than to what is retained
+        try:  # first: readers are sent back no further than to the retained rows
             if kept is not None and self._keep is not None:
                 self._kept_at[name] = began
                 back = _report_kept(name, await self._keep(stream, kept[0], upto, kept[1]))
@@ -171,7 +171,7 @@ class Audit:
             await self._report_all(name, feed, found, back)
 
     def _is_due(self, name: str, found: Comparison, now: float) -> bool:
-        """Whether the lowest id is to be noted: each minute, and where rows came that may have been gone."""
+        """Whether the lowest id is to be noted: each minute, and if rows appeared that may have been removed before."""
         return bool(found.late or found.counted_late or found.attached or found.skips) or (
             now >= self._kept_at.get(name, float("-inf")) + self._pace.kept_look
         )
@@ -193,10 +193,10 @@ class Audit:
             rows -= found[-1].rows
         return found
 
-    # --- what was found ---
+    # --- findings ---
 
     async def _report_all(self, name: str, feed: Followed, found: Comparison, back: int | None) -> None:
-        """Report what was found, and deliver it, with the rows above `back`, which are there again."""
+        """Report the found rows, and deliver them, with the rows above `back`, which have returned."""
         position = found.position
         for late in [*([found_of(found.late)] if found.late else []), *found.counted_late]:
             below = position if found.before is None else found.before.window.upto
@@ -231,7 +231,7 @@ class Audit:
             log.warning("skipped_rows_wait", stream=name, position=wanted.upto, seconds=round(done.wait, 1))
 
     def _want(self, name: str, feed: Followed, found: Found) -> str:
-        """Have rows delivered, unless they were delivered before; what is said of that."""
+        """Have rows delivered, unless they were delivered before; returns the text about that."""
         again = f"Readers that need these rows begin again at token {found.after}"
         if self._rewind is None:
             return again

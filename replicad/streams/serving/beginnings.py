@@ -30,10 +30,10 @@ class Begin:
 
 
 def preamble_of(feed: Feed, channel: Channel, start: Mapping[str, int], *, extended: bool) -> bytes:
-    """The first lines of a subscription; cached for those that begin at the present position."""
+    """The first lines of a subscription; cached for subscriptions that begin at the present position."""
     if start is channel.boundary.positions and channel is feed.channel:
         return feed.preamble(start, extended=extended)
-    # WRITERS in linear order too, because it has the epoch: a token without one is not valid after a restore.
+    # WRITERS in linear order too, because it has the epoch: a token without it is not valid after a restore.
     writers = feed.writers_of(feed.epoch(channel), feed.channel.boundary.positions) if extended else b""
     return writers + position_lines(feed.name, start, start, all_of_them=True)
 
@@ -67,7 +67,7 @@ async def parse_token(feed: Feed, command: Replicate, channel: Channel) -> Vecto
             )
         kept = Vector(min(token.minimum, shared.minimum)) if command.linear else token.at_most(shared)
         if (kept.minimum, kept.ahead) != (token.minimum, token.ahead):
-            rewind = Vector(kept.minimum, kept.ahead, present).shortened(SHOWN)  # at or before what is shared
+            rewind = Vector(kept.minimum, kept.ahead, present).shortened(SHOWN)  # at or before the shared position
             raise TokenForked(forked_text(feed.name, str(shared.shortened(SHOWN)), str(rewind)))
     unknown = await feed.list_writers(token)
     if unknown:
@@ -90,7 +90,9 @@ def at_of(feed: Feed, token: Vector, instance: str) -> int:
 
 
 def is_ahead(feed: Feed, token: Vector, positions: Mapping[str, int]) -> bool:
-    """Whether the token is beyond the positions that were sent to readers; in linear order, to those of that order."""
+    """Whether the token is beyond the positions that were sent to readers; in linear order, beyond the positions of
+    that order.
+    """
     unlisted = token.minimum if LINEAR not in positions else feed.sent_upto
     return unlisted > feed.sent_upto or any(
         at_of(feed, token, instance) > position for instance, position in positions.items()

@@ -22,7 +22,7 @@ from replicad.streams.row_pieces import Bounds, Piece, Segment, read_piece
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.shelf import PieceCache, Shelf
 
-SWEEP = 1.0  # seconds between two looks for pieces that nobody uses
+SWEEP = 1.0  # seconds between two looks for unused pieces
 SHARE = 8  # of the cache is the largest piece
 
 
@@ -62,7 +62,7 @@ class CatchupLimits:
 class Reading:
     """One read under way: of (after, upto] up to the bounds, begun for `asker`.
 
-    `claim`: the ids below it are expected to be in the piece, so who needs one of them waits.
+    `claim`: the ids below it are expected to be in the piece, so a client that needs such an id waits.
     """
 
     asker: Asker
@@ -112,7 +112,7 @@ class Catchups:
         self._shelves: WeakKeyDictionary[Feed, Shelf] = WeakKeyDictionary()
         self._readings: dict[Shelf, list[Reading]] = {}
         self.under_way: set[UnderWay] = set()
-        self.clients: dict[tuple[int, str], UnderWay] = {}  # by connection and stream; also those that wait their turn
+        self.clients: dict[tuple[int, str], UnderWay] = {}  # by connection and stream; also reads that wait their turn
         self._nursery: trio.Nursery | None = None
         self._kept = trio.Event()  # set when a piece is kept, so that it is dropped some time
         self._reads = self._rows = 0
@@ -173,8 +173,8 @@ class Catchups:
         self._cache.use(piece, trio.current_time())
 
     def ask(self, asker: Asker, feed: Feed, segment: Segment, after: int, size: int) -> Reading | None:
-        """Begin to read what follows `after`, about `size` bytes, if no piece has it; None if one has. The caller calls
-        `leave` when it no longer waits for it.
+        """Begin to read what follows `after`, about `size` bytes, if no piece has it; None if a piece has it. The
+        caller calls `leave` when it no longer waits for it.
         """
         shelf, now = self.shelf(feed), trio.current_time()
         if shelf.find(segment, after, now) is not None:
@@ -253,5 +253,5 @@ class Catchups:
 
 
 def _again(error: Exception) -> Exception:
-    """A copy for one of those who wait: an exception that is raised again and again would gather tracebacks."""
+    """A copy for a waiting client: an exception that is raised again and again would gather tracebacks."""
     return copy.copy(error)

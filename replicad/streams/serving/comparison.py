@@ -1,4 +1,4 @@
-"""One comparison of what was sent of a stream with what its table has. It only reads; `audit` acts on what it finds."""
+"""One comparison of the sent rows of a stream with its table. It only reads; `audit` acts on what it finds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from replicad.streams.serving.ranges import HIGHEST, LOWEST, CountedRange, Count
 from replicad.streams.serving.stretches import Run, Stretch, Tally, ids_of
 from replicad.streams.serving.windows import Attached, Look, Window
 
-WINDOW = 10_000  # ids below the position that are compared with those of the look before
-MARGIN = 100_000  # rows that are counted beyond those that were sent, or that were there before
+WINDOW = 10_000  # ids below the position that are compared with the look before
+MARGIN = 100_000  # rows that are counted beyond the sent rows, or that were there before
 PART = 100_000  # rows of a range that is counted for the first time
 QUERY = 1_000  # rows that could be counted in the time that a statement takes besides
 FINEST = 64  # stretches of several writers that are counted one by one
@@ -24,7 +24,7 @@ SHOWN = 10  # ids that an alarm names
 
 
 class Followed(Protocol):
-    """What is needed of a `Feed`."""
+    """The part of a `Feed` that is needed here."""
 
     late_rows: int
     strayed: str | None
@@ -132,14 +132,14 @@ class Comparison:
                     self.skips.append(await self._name(run, stretch, rows - stretch.rows - late))
 
     async def _compare_window(self) -> None:
-        """Compare the ids below the position with those of the look before."""
+        """Compare the ids below the position with the look before."""
         look, position = self.look, self.position
         before: Window | None = None
         now: Window | None = None
         ranges = CountedRanges()
         attached: set[int] = set()
         swapped = self.before is not None and self.before.elsewhere != look.elsewhere
-        # Where tables were renamed back, the rows of the other one were never the stream's.
+        # Where tables were renamed back, the rows of the other table were never the stream's.
         if self.before is not None and not (swapped and look.elsewhere is None):
             same, before = self.before.same_upto(self.stream, self.feed.lineage), self.before.window
             before = before.upto_id(same) if before.after < same <= position else None
@@ -185,7 +185,7 @@ class Comparison:
             if one.rows is not None and counted.rows > one.rows:
                 await self._find_late(one, counted, counted.rows - one.rows)
             ranges.note(counted)
-        ranges.forget(self._attached_from, HIGHEST)  # what was attached was left out, and counts from the next look on
+        ranges.forget(self._attached_from, HIGHEST)  # attached rows were left out, and count from the next look on
 
     async def _find_late(self, one: CountedRange, counted: CountedRange, rows: int) -> None:
         """So many more rows are in a range: find out which they are, by the transactions that wrote them."""

@@ -24,7 +24,7 @@ GROWTH = 4  # a piece is at most so many times as large as the one before
 
 
 class Takes(Protocol):
-    """Who is sent the rows. `asker`: whose turn it is to use a connection to Postgres."""
+    """The client that is sent the rows. `asker`: whose turn it is to use a connection to Postgres."""
 
     @property
     def asker(self) -> Asker: ...

@@ -56,7 +56,7 @@ class Feed:
         self.late_rows = 0  # rows found at or below a position that was sent: readers have missed each of them
         self.strayed: str | None = None  # by the audit: why its rows may be in another table; no position is taken then
         self.rewinds = 0  # how often positions went back
-        self.tally = Tally()  # what was sent, until the audit has compared it with the table
+        self.tally = Tally()  # the sent rows, until the audit has compared them with the table
         self._store = store
         self._pace = pace
         self._limits = limits
@@ -202,7 +202,9 @@ class Feed:
     # --- for the publisher ---
 
     def positions(self) -> tuple[int, dict[str, int]]:
-        """The published positions in the present generation: the linear one, and those of the writers ahead of it."""
+        """The published positions in the present generation: the linear position, and the positions of the writers
+        ahead of it.
+        """
         sent = self.channel.boundary.positions
         linear = min([_known(self.reading), *sent.values()])
         if self._linear is not None and self._linear.epoch == self.stream.epoch:  # it may be ahead
@@ -297,7 +299,7 @@ class Feed:
             self.rewinds += 1
             self.late_rows = 0
         self.lineage = lineage
-        self.strayed = None  # what is meant was said; the audit looks again
+        self.strayed = None  # the operator has named the table; the audit looks again
         self.tally.fork(shared.minimum)
         self._writers.forked()
         self.renew(stream)

@@ -65,13 +65,13 @@ PASSED = Family(
 AUDITED = Family(
     "replicad_stream_audited_rows_total",
     COUNTER,
-    "Those of them that the audit has compared with the table.",
+    "Passed rows that the audit has compared with the table.",
     _OF,
 )
 READING_S = Family("replicad_stream_reading_seconds_total", COUNTER, "Time that reading rows took.", _OF)
 AUDIT_S = Family("replicad_stream_audit_seconds_total", COUNTER, "Time that the audit took.", _OF)
 REWINDS = Family("replicad_stream_rewinds_total", COUNTER, "How often readers were sent back to a lower position.", _OF)
-WRITERS = Family("replicad_stream_writers", GAUGE, "Writers that are told apart.", _OF)
+WRITERS = Family("replicad_stream_writers", GAUGE, "Writers with a position of their own.", _OF)
 READERS = Family("replicad_stream_readers", GAUGE, "Clients that follow the journal.", _ORDER)
 ROWS_SENT = Family(
     "replicad_stream_sent_rows_total",

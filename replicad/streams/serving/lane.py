@@ -123,7 +123,7 @@ class Lane:
         self._tally = Tally() if tally is None else tally
         self._target = dict(positions)
         self._changed = trio.Event()
-        self._forked: tuple[str, Callable[[str], int]] | None = None  # the next epoch, and what is shared with it
+        self._forked: tuple[str, Callable[[str], int]] | None = None  # the next epoch, and the position shared with it
         self._joining: set[str] = set()
         self._leaving: set[str] = set()
         self._untold: list[trio.Event] = []  # of changes of the writers that readers were not sent yet
@@ -160,9 +160,9 @@ class Lane:
             await self.channel.wait_sealed()
 
     def change_writers(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
-        """Change the listed writers. Joining ones begin at the position of writers that are not listed. A leaving one
-        is removed when it is not behind all that stay. The event is set when readers were sent those that join, with
-        this change or before, or when the lane is over.
+        """Change the listed writers. Joining writers begin at the position of writers that are not listed. A leaving
+        writer is removed when it is not behind all that stay. The event is set when the joining writers, of this change
+        or earlier ones, have been announced to readers, or when the lane has stopped.
         """
         self._joining = (self._joining - leaving) | joining
         self._leaving = (self._leaving - joining) | leaving
@@ -216,7 +216,7 @@ class Lane:
                 self._troubles.end("stream", self._stream, self._copy_cause)
 
     async def _wait_for_work(self) -> None:
-        """Wait until the target differs from what was sent, and a held row may be tried again."""
+        """Wait until the target differs from the sent position, and a held row may be tried again."""
         while not (self._notices or self._untold or self._forked or self._may_leave()):
             if self._held is None and not self._is_there():
                 return
@@ -230,7 +230,7 @@ class Lane:
         return self._goal() == self.channel.boundary.positions
 
     def _goal(self) -> dict[str, int]:
-        """The target of the listed writers. One that is about to leave gets the lowest target of the others."""
+        """The target of the listed writers. A writer that is about to leave gets the lowest target of the others."""
         sent, target = self.channel.boundary.positions, self._target
         if sent.keys() == target.keys():
             return target
@@ -361,7 +361,7 @@ class Lane:
     def _keep_what_went_out(self, sent: Positions, after: Positions, target: Positions, seen: LastTokens) -> None:
         """After a copy that failed: continue after the last complete batch that was sent; else disconnect readers.
 
-        Writers without a row in it stay where readers were told that they are.
+        Writers without a row in it keep the position that readers were sent.
         """
         self._copied = after
         if seen.torn:

@@ -30,7 +30,7 @@ class Pace:
     troubles: float = 0.5  # at least, between two writes of troubles: hundreds may begin at once
     refresh: float = 5.0  # between two writes while there are troubles
     late_look: float = 1.0  # between two rounds of the audit; how long a look takes makes a stream miss some
-    audit_after: float = 1.0  # before what was sent is compared with what is there
+    audit_after: float = 1.0  # before sent rows are compared with the table
     kept_look: float = 60.0  # between two notes of the lowest id of a stream
     late_lasts: float = 3600.0  # for which the trouble is shown after the last late row
     late_rows: int = 40_000  # rows of a window that are read; where ids have more rows, the window is narrower

@@ -263,8 +263,8 @@ class Publisher:
                 self._end(name, f"the registry of streams cannot be read after a reconnection to Postgres: {error}")
 
     async def _look_once(self) -> None:
-        """Compare the registry with the served streams; start, renew and end those that differ."""
-        noted = {name: (note[1], note[0].epoch) for name, note in self._noted.items()}  # what is loaded must have it
+        """Compare the registry with the served streams; start, renew and end streams that differ."""
+        noted = {name: (note[1], note[0].epoch) for name, note in self._noted.items()}  # the registry must have it
         try:
             found = await self._load_streams()
             fresh = {name for name, stream in found.items() if self._is_new(stream)}
@@ -329,7 +329,7 @@ class Publisher:
             self._troubles.end(KIND, name, REGISTRY)
         self._faulty = faults
 
-    # --- what was published ---
+    # --- published positions ---
 
     async def _note_published(self) -> None:
         """Note the published positions, so that a daemon that starts later need not wait for open transactions."""

@@ -1,4 +1,4 @@
-"""What readers are told of a stream that does not advance, or whose feed has ended."""
+"""The texts for readers of a stream that does not advance, or whose feed has ended."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class RowPages:
             self._forget(key, building)
 
     async def _renewed(self, key: Hashable, building: _Building, feed: Feed, wanted: PageRequest) -> RowPage:
-        """The page, built now unless the one that is there is valid still."""
+        """The page, built now unless the stored page is still valid."""
         page = building.valid(feed, trio.current_time())
         if page is None:
             self._put(key, building, None)
@@ -154,7 +154,7 @@ class RowPages:
         return page
 
     def _put(self, key: Hashable, building: _Building, page: RowPage | None) -> None:
-        """Replace a page. One that has been dropped meanwhile is not counted."""
+        """Replace a page. A page that has been dropped meanwhile is not counted."""
         if self._kept.get(key) is building:
             self._bytes += _weight(page) - _weight(building.page)
         building.page = page

@@ -20,7 +20,7 @@ class LastTokens:
     """
 
     def __init__(self, stream: str, writers: Positions, *, one: bool) -> None:
-        """`one`: all rows count as those of the only name in `writers`."""
+        """`one`: all rows count as rows of the only name in `writers`."""
         self._single = next(iter(writers)) if one else None
         self._writers = writers
         self._prefixes = {name: f"RDATA {stream} {name} ".encode() for name in writers} if len(writers) <= FEW else {}
@@ -54,7 +54,7 @@ class LastTokens:
 
 
 def position_lines(stream: str, sent: Positions, now: Positions, *, all_of_them: bool = False) -> bytes:
-    """POSITION for each writer whose position differs from the one that was sent, or for `all_of_them`.
+    """POSITION for each writer whose position differs from the position that was sent, or for `all_of_them`.
 
     Not by `Position.render`, which parses what it renders: names come from the registry, where each is one word.
     """

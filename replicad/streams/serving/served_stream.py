@@ -37,7 +37,7 @@ WAITS = "position"  # the cause of a trouble that stops a stream while its reade
 
 log = structlog.get_logger()
 OnFeed = Callable[[Feed], None]
-Note = tuple[Stream, int, Mapping[str, int]]  # a stream, with the numbers of its writers, and what was published of it
+Note = tuple[Stream, int, Mapping[str, int]]  # a stream, its position, and the positions of its writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Serving:
             log.warning("stream_dropped", stream=self.name, reason=why)
 
     def note(self) -> Note | None:
-        """What was published of it; None before the first position. The same object until something changes."""
+        """Its published position; None before the first position. The same object until something changes."""
         feed, known = self.feed, self._note
         if feed is None:
             return known
@@ -201,10 +201,10 @@ class Serving:
         return self._fork is None and self.over is None and self._registry_fault is None
 
     def on_registered(self, writers: Set[str]) -> None:
-        """Take the names of the registered writers, those that are not retired; none while history may have forked.
+        """Take the names of the registered writers, without retired ones; none while history may have forked.
 
         A restored registry does not know all writers. They are not retired: their rows would be read again, from the
-        new history, before readers are told of it.
+        new history, before readers are informed of it.
         """
         if self.feed is not None and self._fork is None:
             self.feed.on_registered(writers)
@@ -272,7 +272,7 @@ class Serving:
             self._context.poller.unwatch(self.name)
 
     async def _handle_forks(self) -> None:
-        """Handle forks until cancelled: begin a generation, or take over one that another daemon began."""
+        """Handle forks until cancelled: begin a generation, or adopt a generation that another daemon began."""
         try:
             await self._handle_each_fork()
         finally:
@@ -294,7 +294,7 @@ class Serving:
                 self._context.troubles.end(KIND, self.name, FORK)
 
     async def _take_over(self) -> None:
-        """Go on in the present generation, from the position that it shares with what was published."""
+        """Continue in the present generation, from the position that it shares with the published history."""
         store, fork, before = self._context.store, self._fork, self.stream
         if fork is None:
             return

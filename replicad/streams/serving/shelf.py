@@ -1,7 +1,7 @@
 """Pieces in memory: a cache that is bounded in bytes, and for each stream a shelf that finds a piece by its ids.
 
-A shelf belongs to one state of a stream: its generation, its table, its row expression, its skipped ids. When one of
-these changes, the shelf is closed and the stream gets a new one. So a piece of an earlier state is never found.
+A shelf belongs to one state of a stream: its generation, its table, its row expression, its skipped ids. When this
+state changes, the shelf is closed and the stream gets a new shelf. So a piece of an earlier state is never found.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class PieceCache:
             kept.forget()
 
     def sweep(self, now: float) -> None:
-        """Drop what is too old, and what no client has used for a while."""
+        """Drop pieces that are too old, and pieces that no client has used for a while."""
         for piece, kept in list(self._pieces.items()):
             if now >= min(kept.used_at + UNUSED, piece.read_at + OLDEST):
                 self.drop(piece)
 
 
 class Shelf:
-    """The pieces of one stream in one state, and what is known about the size of its rows."""
+    """The pieces of one stream in one state, and the known sizes of its rows."""
 
     def __init__(self, stream: Stream, late_rows: int, cache: PieceCache) -> None:
         """`late_rows`: how many were found so far; with each more, pieces may lack a row."""
@@ -102,7 +102,7 @@ class Shelf:
         self._parts: dict[tuple[Segment, int], Piece] = {}  # of ranges for each writer
 
     def is_of(self, stream: Stream, late_rows: int) -> bool:
-        """Whether the pieces are those of the stream's present state."""
+        """Whether the pieces belong to the stream's present state."""
         return self.stream is stream and self.late_rows == late_rows
 
     def find(self, segment: Segment, after: int, now: float) -> Piece | None:
@@ -179,7 +179,7 @@ class Shelf:
                 self._cache.drop(piece)
 
     def close(self) -> None:
-        """Drop all pieces; those that are being read will not be kept."""
+        """Drop all pieces; pieces that are being read will not be kept."""
         self._closed = True
         for piece in [*self._whole.values(), *self._parts.values()]:
             self._cache.drop(piece)

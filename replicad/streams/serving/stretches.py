@@ -1,7 +1,7 @@
-"""What was sent of one stream: how many rows of which stretches of ids, until the audit compares them with the table.
+"""The counts of the sent rows of one stream by stretches of ids, until the audit compares them with the table.
 
-The counts are those of the lines that went into the journal, or to a client that catches up. No query gives them. A
-stretch is what one copy has passed. Copies that follow one another make a run. Does no I/O.
+The lines that went into the journal, or to a client that catches up, are counted. The counts never come from a query. A
+stretch is the range of ids of one copy. Copies that follow one another make a run. Does no I/O.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from replicad.streams.row_pieces import Segment
 from replicad.streams.row_text import Range
 
-MOST = 1024  # stretches of a run that are told apart; with more, two that follow one another become one
+MOST = 1024  # stretches of a run that are kept; with more, two that follow one another become one
 MOST_RUNS = 256  # of one order, or of one client that catches up; and orders and clients of one stream
 COUNTED = 0.5e9  # bytes of lines that are counted in a second (measured: 0.8e9)
 COUNTING = 0.01  # of the time of reading, to count the lines of old rows
@@ -55,7 +55,7 @@ class Stretch:
     others: Range | None = None
 
     def joined(self, later: Stretch) -> Stretch:
-        """This stretch and the one that follows it, as one."""
+        """This stretch and the next, as one."""
         chunks = None
         if self.chunks is not None and later.chunks is not None:
             chunks = range(self.chunks.start, later.chunks.stop)
@@ -181,7 +181,7 @@ class Tally:
             del self._runs[next(iter(self._runs))]
 
     def take(self, before: float) -> list[Run]:
-        """Remove and return what was sent up to the time `before`."""
+        """Remove and return the counts up to the time `before`."""
         found: list[Run] = []
         for order, runs in list(self._runs.items()):
             left = []
@@ -206,7 +206,7 @@ class Tally:
                     kept.insert(0, run)
 
     def fork(self, shared: int, order: Hashable = None) -> None:
-        """Forget what was sent above the position that is shared with the next generation, in one order or to clients
+        """Forget the counts above the position that is shared with the next generation, in one order or to clients
         that catch up.
         """
         for one, runs in list(self._runs.items()):

@@ -39,7 +39,7 @@ from replicad.streams.serving.sent_positions import position_lines, set_lines
 from replicad.streams.serving.starts import Starts
 
 # The text of a PING: readable for people, and every client of the original protocol accepts a PING.
-NO_STREAMS = "no stream is served yet; those that are added are sent from then on: replicad streams add"
+NO_STREAMS = "no stream is served yet; streams that are added are sent from then on: replicad streams add"
 
 
 class Subscriptions:

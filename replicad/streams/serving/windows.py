@@ -105,7 +105,9 @@ class Look(Protocol):
         """
 
     async def lowest(self) -> tuple[int | None, int | None]:
-        """The lowest id (None if the table is empty), and up to where rows were gone at that moment by the registry."""
+        """The lowest id (None if the table is empty), and the id up to which rows were removed at that moment by the
+        registry.
+        """
 
     async def attached(self, table: str, before: int, position: int) -> Sequence[Attached]:
         """The rows of an attached table that were not sent to readers, the fresh ones apart.

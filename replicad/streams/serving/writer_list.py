@@ -118,7 +118,7 @@ class WriterList:
         for name, number in found.items():
             if taken.get(number, name) != name or self.every.get(name, number) != number:
                 raise StreamRefused(
-                    f"writers of stream {self._stream.name} have other numbers in the database than readers were told "
+                    f"writers of stream {self._stream.name} have other numbers in the database than readers were sent "
                     f"({name} is {number}): it was restored; try again"
                 )
         self.every |= found

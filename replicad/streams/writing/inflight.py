@@ -57,7 +57,7 @@ class InFlight:
         """Add ids that were reserved under `bound`, or under the lock that is held already.
 
         Raises:
-            ValueError: they are not ascending, not above what was reserved before, or not above their bound.
+            ValueError: they are not ascending, not above earlier reservations, or not above their bound.
         """
         last = max(self._highest, bound)
         for number in ids:

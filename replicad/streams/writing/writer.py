@@ -4,7 +4,7 @@ Three forms, for streams whose method is reservation:
 
 - `open_writer`: a writer with a connection of its own (trio). `async with writer.get_next() as stream_id` reserves an
   id; its rows may be inserted on any connection inside the block; at the end it is complete, with a row or without.
-- `next_id` and `next_ids`: inside a transaction of the caller's, on asyncpg's connection or one that looks like it, in
+- `next_id` and `next_ids`: inside a transaction of the caller's, on asyncpg's connection or a similar connection, in
   any event loop. The id is complete when that transaction ends.
 - `blocking_writer.py`: the same two for programs without async.
 
@@ -217,7 +217,7 @@ async def open_writer(
 
 
 class Asks(Protocol):
-    """A connection of asyncpg, or one that has its `fetchval`."""
+    """A connection of asyncpg, or another with its `fetchval`."""
 
     def fetchval(self, query: str, *args: object) -> Awaitable[Any]: ...
 
@@ -225,7 +225,7 @@ class Asks(Protocol):
 async def next_id(connection: Asks | Connection, stream: str, *, schema: str = SCHEMA) -> int:
     """Reserve the next id in the caller's transaction; it is complete when that ends, committed or rolled back.
 
-    Takes a connection of asyncpg, or one of replicad's own. Refusals of Postgres are raised as its exceptions, with
+    Takes a connection of asyncpg, or a connection of replicad. Refusals of Postgres are raised as its exceptions, with
     SQLSTATE RS001 or RS002; RS003 for a row whose id is no longer reserved.
 
     Raises:

@@ -40,7 +40,7 @@ class Tried:
     untried: list[str] = field(default_factory=list)
 
     def note(self, kind: list[str], error: ReplicadError) -> None:
-        """Add the error's sentence to one of the lists, once."""
+        """Add the error's sentence to a list, once."""
         if str(error) not in kind and len(kind) < MOST:
             kind.append(str(error))
 

@@ -1,4 +1,4 @@
-"""A feature's part of the file: its keys, how its objects are found in a database, and how one is made or changed.
+"""A feature's part of the file: its keys, finding its objects in a database, and making or changing an object.
 
 An object (a stream, a tube) is a mapping of values by key. The *normal form* has every key that describes the object,
 defaults included, and names as the database has them. `read` gives the file's values with defaults; `normal` finds the
@@ -60,7 +60,7 @@ class Section:
     parts: Callable[[Values | None, Values], Iterable[Values]] = lambda _, wanted: (wanted,)
     needs: str = ""
     named: bool = True
-    lists: str = ""  # what is in a list or inner table, and the command that removes one, for `{name}` and `{one}`
+    lists: str = ""  # items of a list or inner table, and the command that removes one, for `{name}` and `{one}`
 
     def label(self, name: str) -> str:
         """The object in messages: `stream events`, `presence`."""

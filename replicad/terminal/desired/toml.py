@@ -79,7 +79,7 @@ def render(objects: Mapping[str, Mapping[str, Values]], sections: Sequence[Secti
 def _blocks(head: str, keys: Sequence[SectionKey], values: Values) -> Iterator[str]:
     lost = [key.name for key in keys if key.required and values[key.name] is None]
     if lost:
-        yield f"# [{head}] is left out: its {' and '.join(lost)} is gone, so it cannot be made again"
+        yield f"# [{head}] is left out: its {' and '.join(lost)} does not exist any more, so it cannot be made again"
         return
     plain = [key for key in described(keys) if not key.inner and values[key.name] != key.default]
     yield "\n".join([f"[{head}]", *(f"{key.name} = {value_of(values[key.name])}" for key in plain)])

@@ -24,7 +24,7 @@ from replicad.tubes.cli.islands import NoIndex, Tubes, island_options, on_island
 shards_option = option(
     "--shards",
     metavar="N|N-M|all",
-    help="Use the table TABLE in every schema whose name ends in one of these numbers.",
+    help="Use the table TABLE in every schema whose name ends in any of these numbers.",
 )
 
 

@@ -24,7 +24,7 @@ class KnownTubes:
         self, pods: PodBook, poller: Positions, waiters: PodWaiters, claim_waiters: ClaimWaiters, troubles: Troubles
     ) -> None:
         self.tubes: dict[str, TubeInfo] = {}
-        self.readings: dict[str, Reading] = {}  # the last one of each tube
+        self.readings: dict[str, Reading] = {}  # the last reading of each tube
         self._pods = pods
         self._poller = poller
         self._waiters = waiters

@@ -62,7 +62,7 @@ SILENT = Family(
     "How long this daemon has seen the lease's beat unchanged; missing without a lease.",
     _PART,
 )
-PODS = Family("replicad_tube_pods", GAUGE, "Pods that wait, without those of backfills.", _PART)
+PODS = Family("replicad_tube_pods", GAUGE, "Pods that wait, without pods of backfills.", _PART)
 AGE = Family("replicad_tube_oldest_pod_age_seconds", GAUGE, "Age of the oldest of them; 0 if there is none.", _PART)
 BACKFILL_PODS = Family("replicad_tube_backfill_pods", GAUGE, "Pods of backfills that wait.", _PART)
 BACKFILL_AGE = Family(

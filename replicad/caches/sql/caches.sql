@@ -10,7 +10,7 @@ BEGIN
 END
 $needs$;
 
--- cache_invalidation: what is to be emptied of which cache; the table of the stream `caches`. Written by
+-- cache_invalidation: the cache entries that are no longer valid. It is the table of the stream `caches`. Written by
 -- invalidate_cache and invalidate_cache_many, trimmed as every stream is.
 CREATE TABLE IF NOT EXISTS cache_invalidation (
     id bigserial PRIMARY KEY,
@@ -21,11 +21,11 @@ CREATE TABLE IF NOT EXISTS cache_invalidation (
 );
 COMMENT ON TABLE cache_invalidation IS 'replicad: cache entries that are no longer good; use invalidate_cache()';
 
--- cache_instance(session_name): as which writer a session of that application_name invalidates: as itself where it was
--- made a writer (cache_enable), as master otherwise. NULL where the stream is not enabled.
--- It is never the caller's choice: the lock-watch knows by application_name alone whose open transaction it sees, and
--- would publish past the rows of a session that writes as another one.
--- With a body that is parsed here, what it reads cannot be dropped before it.
+-- cache_instance(session_name): the name of the writer under which a session with that application_name invalidates: its
+-- own name where it was made a writer (cache_enable), master otherwise. NULL where the stream is not enabled. It is never
+-- the caller's choice: the lock-watch knows by application_name alone whose open transaction it sees, and would publish
+-- past the rows of a session that writes as another one. Its body is parsed here, so the tables that it reads cannot be
+-- dropped before it.
 CREATE OR REPLACE FUNCTION cache_instance(session_name text) RETURNS text
 LANGUAGE sql STABLE
 BEGIN ATOMIC
@@ -36,11 +36,10 @@ BEGIN ATOMIC
     LIMIT 1;
 END;
 
--- cache_writer(func): checks a cache's name and returns the writer as which this session invalidates; NULL where the
--- stream is not enabled. Raises RS002.
--- A snapshot of before this transaction's first write may not show that the session was made a writer meanwhile. There
--- the session takes a name that no writer has, for the rest of the transaction: it then holds back all of them, which
--- is always right.
+-- cache_writer(func): checks a cache's name and returns the name of the writer under which this session invalidates; NULL
+-- where the stream is not enabled. Raises RS002. A snapshot of before this transaction's first write may not show that the
+-- session was made a writer meanwhile. There the session takes a name that no writer has, for the rest of the transaction:
+-- it then holds back all of them, which is always right.
 CREATE OR REPLACE FUNCTION cache_writer(func text) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -90,8 +89,8 @@ $$;
 COMMENT ON FUNCTION invalidate_cache(text, jsonb) IS 'Makes every worker forget an entry, or (NULL) all entries, of a cache';
 
 -- invalidate_cache_many(func, many): as invalidate_cache, for every array of keys in the JSON array `many`, in one
--- statement. More than 10,000 of them, or one that is too long, empty the whole cache with one row: that says more, never
--- less. Returns how many rows it wrote. Raises RS002 and 42501. Writes cache_invalidation, by cache_write.
+-- statement. More than 10,000 arrays, or an array that is too long, empty the whole cache with one row: that invalidates
+-- more, never less. Returns how many rows it wrote. Raises RS002 and 42501. Writes cache_invalidation, by cache_write.
 CREATE OR REPLACE FUNCTION invalidate_cache_many(func text, many jsonb) RETURNS integer
 LANGUAGE plpgsql SECURITY INVOKER AS $$
 BEGIN
@@ -101,11 +100,11 @@ END
 $$;
 COMMENT ON FUNCTION invalidate_cache_many(text, jsonb) IS 'Makes every worker forget many entries of a cache';
 
--- cache_write(func, entries): what invalidate_cache and invalidate_cache_many do, with the rights of its owner: a row for
--- each array of keys in the JSON array `entries`, or one row for the whole cache where `entries` is NULL, has more than
--- 10,000 arrays, or one of more than 64 KiB. That says more, never less. Returns how many rows it wrote: 0 while the stream
--- is not enabled. Raises RS002. Writes cache_invalidation.
--- EXECUTE on this function is the right to invalidate; `replicad caches grant ROLE` gives it.
+-- cache_write(func, entries): the work of invalidate_cache and invalidate_cache_many, with the rights of its owner: it
+-- writes a row for each array of keys in the JSON array `entries`, or one row for the whole cache where `entries` is NULL,
+-- has more than 10,000 arrays, or has an array of more than 64 KiB. That invalidates more, never less. Returns how many
+-- rows it wrote: 0 while the stream is not enabled. Raises RS002. Writes cache_invalidation. EXECUTE on this function is
+-- the right to invalidate; `replicad caches grant ROLE` gives it.
 CREATE OR REPLACE FUNCTION cache_write(func text, entries jsonb) RETURNS integer
 LANGUAGE plpgsql SECURITY DEFINER AS $$
 DECLARE
@@ -134,10 +133,10 @@ $$;
 COMMENT ON FUNCTION cache_write(text, jsonb) IS 'Writes invalidations; EXECUTE on it is the right to invalidate';
 
 -- cache_enable(writers): makes cache_invalidation the stream `caches` where it is not one yet, and sessions of these
--- application_names writers of their own: an open transaction of one then holds back that one's invalidations only.
--- They stay writers as long as the stream exists. Returns whether the stream is new. Raises RS002.
--- Its lock waits for all transactions that have invalidated something: none goes on as master under a name that is a
--- writer's from now on. Writes stream, stream_writer.
+-- application_names writers of their own: an open transaction of such a session then holds back only the invalidations of
+-- its own writer. They stay writers as long as the stream exists. Returns whether the stream is new. Raises RS002. Its lock
+-- waits for all transactions that have invalidated something, so no transaction goes on as master under a name that belongs
+-- to a writer from now on. Writes stream, stream_writer.
 CREATE OR REPLACE FUNCTION cache_enable(writers text[] = '{}') RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -167,9 +166,8 @@ END
 $$;
 COMMENT ON FUNCTION cache_enable(text[]) IS 'Makes the stream caches, and sessions writers of their own';
 
--- cache_disable(): the stream `caches` is gone with its rows, and invalidations write nothing until it is enabled again.
--- Workers empty their caches and go without. Returns whether there was anything to do. Writes stream,
--- cache_invalidation.
+-- cache_disable(): removes the stream `caches` with its rows. Invalidations write nothing until it is enabled again.
+-- Workers empty their caches and go without. Returns whether there was anything to do. Writes stream, cache_invalidation.
 CREATE OR REPLACE FUNCTION cache_disable() RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -187,7 +185,8 @@ END
 $$;
 COMMENT ON FUNCTION cache_disable() IS 'Removes the stream caches and its rows';
 
--- cache_names(): which caches the newest 100,000 invalidations were about, those of the most first.
+-- cache_names(): the names of the caches in the newest 100,000 invalidations; the cache with the most invalidations comes
+-- first.
 CREATE OR REPLACE FUNCTION cache_names()
 RETURNS TABLE (cache_func text, invalidations bigint, whole bigint, last timestamptz)
 LANGUAGE sql STABLE AS $$
@@ -199,9 +198,9 @@ LANGUAGE sql STABLE AS $$
 $$;
 COMMENT ON FUNCTION cache_names() IS 'The caches that were invalidated lately';
 
--- Who may say that a cache is old: roles with EXECUTE on cache_write. PUBLIC may call the functions in front of it, which
--- run with the caller's rights and name the GRANT that is missing. The table itself, and whether there is a stream, are its
--- owner's. Every function looks its neighbours up in this schema alone, whatever the caller's search_path.
+-- The right to invalidate: roles with EXECUTE on cache_write have it. PUBLIC may call the functions in front of it, which
+-- run with the caller's rights and name the GRANT that is missing. Only the owner may use the table, and enable or disable
+-- the stream. Every function looks its neighbours up in this schema alone, whatever the caller's search_path.
 DO $rights$
 DECLARE
     f record;

@@ -66,7 +66,8 @@ BEGIN
                 AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid
                     AND d.refclassid = 'pg_class'::regclass AND d.deptype IN ('a', 'i'))  -- follows its table
         UNION ALL SELECT format('TYPE %I', t.typname)
-            FROM pg_type t WHERE t.typnamespace = quote_ident(current_schema())::regnamespace AND t.typname = ANY ({types}) AND t.typowner = mine
+            FROM pg_type t
+            WHERE t.typnamespace = quote_ident(current_schema())::regnamespace AND t.typname = ANY ({types}) AND t.typowner = mine
         UNION ALL SELECT format('ROUTINE %s', p.oid::regprocedure)
             FROM pg_proc p
             WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = ANY ({routines}) AND p.proowner = mine

@@ -1,4 +1,5 @@
--- Who is online: the users that sync at each daemon, the stream of changes, and from where users were seen (docs/presence.md).
+-- The users that are online: the daemons at which each user syncs, the stream of changes, and the addresses of users
+-- (docs/presence.md).
 
 -- presence_stream: the rows of the stream `presence`, one for every time that a user came online or went offline. Only
 -- added to, by presence_settle and presence_retell; cut by stream_trim. Times in ms since 1970.
@@ -15,7 +16,7 @@ CREATE TABLE IF NOT EXISTS presence_stream (
 CREATE INDEX IF NOT EXISTS presence_stream_user ON presence_stream (user_id, id);
 COMMENT ON TABLE presence_stream IS 'replicad: the stream of who came online and who went offline';
 
--- presence_setting: what all daemons of this database go by; one row once presence was enabled. Written by
+-- presence_setting: the settings of all daemons of this database; one row once presence was enabled. Written by
 -- presence_enable; locked by presence_retell.
 CREATE TABLE IF NOT EXISTS presence_setting (
     singleton boolean PRIMARY KEY DEFAULT true CHECK (singleton),
@@ -27,8 +28,8 @@ CREATE TABLE IF NOT EXISTS presence_setting (
 COMMENT ON TABLE presence_setting IS 'replicad: the settings of presence; use presence_enable()';
 
 -- presence_daemon: one row for each life of a daemon. The id is never used again; the beat grows with every sign of life,
--- so that whoever sees it unchanged for long enough, by a clock of its own, knows that the daemon is dead or cut off.
--- Written by presence_enlist, presence_beat and presence_bury.
+-- so a daemon that sees it unchanged for long enough, by its own clock, knows that the other daemon has ended or is cut
+-- off. Written by presence_enlist, presence_beat and presence_bury.
 CREATE TABLE IF NOT EXISTS presence_daemon (
     id uuid PRIMARY KEY DEFAULT gen_random_uuid(),
     name text NOT NULL,
@@ -39,8 +40,8 @@ CREATE TABLE IF NOT EXISTS presence_daemon (
 ALTER TABLE presence_daemon SET (fillfactor = 50);  -- updated in place, again and again
 COMMENT ON TABLE presence_daemon IS 'replicad: the daemons that write presence, each with its beat';
 
--- presence_seen: which users sync at which daemon, or did so a grace period ago. A user is online while there is any.
--- Written by presence_apply and presence_bury.
+-- presence_seen: the users that sync at each daemon, or did so less than a grace period ago. A user is online while it has
+-- such a row. Written by presence_apply and presence_bury.
 CREATE TABLE IF NOT EXISTS presence_seen (
     user_id text COLLATE "C" NOT NULL,
     daemon uuid NOT NULL REFERENCES presence_daemon ON DELETE CASCADE,
@@ -59,8 +60,8 @@ CREATE TABLE IF NOT EXISTS presence_user (
 CREATE INDEX IF NOT EXISTS presence_user_told ON presence_user (told);
 COMMENT ON TABLE presence_user IS 'replicad: the users that are online';
 
--- presence_user_ip: from where a user was seen last, by what USER_IP said. Tokens are only kept as their SHA-256. Written
--- by presence_user_ip_write, cut by presence_user_ip_sweep.
+-- presence_user_ip: the addresses from which a user was seen, as the command USER_IP reported them. Tokens are only kept as
+-- their SHA-256. Written by presence_user_ip_write, cut by presence_user_ip_sweep.
 CREATE TABLE IF NOT EXISTS presence_user_ip (
     key bytea PRIMARY KEY,                    -- SHA-256 of user, ip, device and user agent: together too long for an index
     user_id text COLLATE "C" NOT NULL,
@@ -75,9 +76,9 @@ CREATE INDEX IF NOT EXISTS presence_user_ip_user ON presence_user_ip (user_id, l
 CREATE INDEX IF NOT EXISTS presence_user_ip_stored ON presence_user_ip (stored_at);
 COMMENT ON TABLE presence_user_ip IS 'replicad: from where users were seen last';
 
--- presence_enable(grace, lost_grace, ttl, ip_retention): has daemons make the stream `presence` from now on, and changes
--- those settings that are given. Returns whether it was not so already. Raises RS002 where another table is the stream
--- of that name. Writes presence_setting and, by stream_add, stream.
+-- presence_enable(grace, lost_grace, ttl, ip_retention): makes daemons write the stream `presence` from now on, and changes
+-- the settings that are given. Returns false if presence was enabled already. Raises RS002 where another table is the
+-- stream of that name. Writes presence_setting and, by stream_add, stream.
 CREATE OR REPLACE FUNCTION presence_enable(
     grace interval = NULL, lost_grace interval = NULL, ttl interval = NULL, ip_retention interval = NULL
 ) RETURNS boolean
@@ -105,8 +106,9 @@ END
 $$;
 COMMENT ON FUNCTION presence_enable(interval, interval, interval, interval) IS 'Has daemons make the stream presence';
 
--- presence_fingerprint(): changes whenever rows that told of users who are online may be gone: by a trim, a restore, or
--- because somebody emptied the table. Cheap enough to be asked every second; what is missing, presence_retell finds.
+-- presence_fingerprint(): changes whenever rows of the stream about online users may be missing: after a trim, after a
+-- restore, or because somebody emptied the table. A call is cheap enough for every second; presence_retell finds the
+-- missing rows.
 CREATE OR REPLACE FUNCTION presence_fingerprint() RETURNS text
 LANGUAGE sql VOLATILE AS $$
     SELECT concat_ws(' ', stream_epoch(s), coalesce(s.trimmed_upto, 0),
@@ -132,9 +134,9 @@ LANGUAGE sql AS $$
     INSERT INTO presence_daemon (name) VALUES (presence_enlist.name) RETURNING id
 $$;
 
--- presence_beat(daemon, beat): a sign of life of the daemon whose last one, as far as it knows, was `beat`: it may be one
--- further, where an answer was lost. Returns the new beat; NULL where the daemon's users were cleared, or where this is
--- not the database that it wrote to last, but an older state of it. Writes presence_daemon.
+-- presence_beat(daemon, beat): a sign of life of the daemon whose last beat, as far as it knows, was `beat`. The stored
+-- beat may be one higher, where an answer was lost. Returns the new beat; NULL where the daemon's users were cleared, or
+-- where this is not the database that it wrote to last, but an older state of it. Writes presence_daemon.
 CREATE OR REPLACE FUNCTION presence_beat(daemon uuid, beat bigint) RETURNS bigint
 LANGUAGE sql AS $$
     UPDATE presence_daemon d SET beat = d.beat + 1
@@ -143,8 +145,8 @@ LANGUAGE sql AS $$
     RETURNING d.beat
 $$;
 
--- presence_settle(users): tells of those of these users whose state is no longer what was told: who is seen by any
--- daemon is online. The caller holds the rows of presence_user. Writes presence_stream and presence_user.
+-- presence_settle(users): writes a row of the stream for each of these users whose state differs from its last row. A user
+-- is online if any daemon sees it. The caller holds the rows of presence_user. Writes presence_stream and presence_user.
 CREATE OR REPLACE FUNCTION presence_settle(users text[]) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -173,10 +175,10 @@ BEGIN
 END
 $$;
 
--- presence_apply(daemon, users, online, syncs): what a daemon sees of these users (arrays of one length, no user twice):
--- whether they sync there, and their last sync in ms. Tells of those who came online by it, or went offline. To repeat
--- it changes nothing. Returns false, and writes nothing, where the daemon's users were cleared: it begins anew then.
--- Writes presence_seen, presence_user and presence_stream.
+-- presence_apply(daemon, users, online, syncs): notes how a daemon sees these users (arrays of one length, no user twice):
+-- whether they sync there, and their last sync in ms. Writes a row of the stream for each user who came online by it, or
+-- went offline. A repeated call changes nothing. Returns false, and writes nothing, where the daemon's users were cleared:
+-- it begins anew then. Writes presence_seen, presence_user and presence_stream.
 CREATE OR REPLACE FUNCTION presence_apply(daemon uuid, users text[], online boolean[], syncs bigint[]) RETURNS boolean
 LANGUAGE plpgsql AS $$
 BEGIN
@@ -198,8 +200,8 @@ END
 $$;
 
 -- presence_bury(daemon, beat, batch): clears up to `batch` users of a daemon that has given no sign of life since this
--- beat. From then on it may write nothing under that id. Returns how many they were, 0 when it is over; NULL where the
--- daemon lives, or is gone already. Writes presence_daemon, presence_seen, presence_user and presence_stream.
+-- beat. From then on it may write nothing under that id. Returns how many users it cleared, 0 at the end; NULL where the
+-- daemon is alive, or was removed already. Writes presence_daemon, presence_seen, presence_user and presence_stream.
 CREATE OR REPLACE FUNCTION presence_bury(daemon uuid, beat bigint, batch integer) RETURNS integer
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -223,8 +225,8 @@ BEGIN
 END
 $$;
 
--- presence_retell(beyond, batch): looks at the next `batch` users that are online, by name, and tells anew of those of
--- whom the row that told of them is gone. Returns the last name, to go on with; NULL at the end. Writes presence_stream
+-- presence_retell(beyond, batch): looks at the next `batch` users that are online, by name, and writes a new row of the
+-- stream for each user whose row is missing. Returns the last name, to go on with; NULL at the end. Writes presence_stream
 -- and presence_user.
 CREATE OR REPLACE FUNCTION presence_retell(beyond text, batch integer) RETURNS text
 LANGUAGE plpgsql AS $$
@@ -250,8 +252,8 @@ BEGIN
 END
 $$;
 
--- presence_user_ip_write(keys, users, ips, devices, agents, tokens, seen): from where users were seen (arrays of one
--- length, no key twice). What is older than what is kept changes nothing. Writes presence_user_ip.
+-- presence_user_ip_write(keys, users, ips, devices, agents, tokens, seen): notes the addresses of users (arrays of one
+-- length, no key twice). An entry that is older than the stored entry changes nothing. Writes presence_user_ip.
 CREATE OR REPLACE FUNCTION presence_user_ip_write(
     keys bytea[], users text[], ips text[], devices text[], agents text[], tokens bytea[], seen bigint[]
 ) RETURNS void
@@ -266,8 +268,8 @@ LANGUAGE sql AS $$
     WHERE held.last_seen <= excluded.last_seen
 $$;
 
--- presence_user_ip_sweep(batch): removes up to `batch` of what is older than the settings say. Returns how many they
--- were. Writes presence_user_ip.
+-- presence_user_ip_sweep(batch): removes up to `batch` addresses that are older than the settings allow. Returns how many
+-- it removed. Writes presence_user_ip.
 CREATE OR REPLACE FUNCTION presence_user_ip_sweep(batch integer) RETURNS bigint
 LANGUAGE sql AS $$
     WITH old AS (

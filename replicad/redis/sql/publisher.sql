@@ -1,9 +1,9 @@
--- Which daemon publishes to Redis: a lease for each server, with the tokens that are published (docs/transports.md).
+-- The daemon that publishes to Redis: a lease for each server, with the tokens that are published (docs/transports.md).
 
--- redis_publisher: which daemon publishes the streams of a server to Redis, and what it has published. One row for each
--- name of a server. A holder is replaced when its beat has not changed for its time to live, by the clock of whoever looks.
--- Beats and terms come from one sequence, so that no number is ever used twice. Written by redis_claim, redis_renew and
--- redis_release.
+-- redis_publisher: the daemon that publishes the streams of a server to Redis, and the tokens that it has published. One
+-- row for each name of a server. A holder is replaced when its beat has not changed for its time to live, by the clock of
+-- whoever looks. Beats and terms come from one sequence, so that no number is ever used twice. Written by redis_claim,
+-- redis_renew and redis_release.
 CREATE SEQUENCE IF NOT EXISTS redis_beat_seq;
 COMMENT ON SEQUENCE redis_beat_seq IS 'replicad: the terms and beats of those who publish to Redis';
 
@@ -31,8 +31,8 @@ LANGUAGE sql AS $$
     RETURNING p.term, p.tokens
 $$;
 
--- redis_renew(server, term, tokens): a sign of life of the publisher, with what it has published since. False if the term is
--- no longer the present one: it may publish nothing more. Writes redis_publisher.
+-- redis_renew(server, term, tokens): a sign of life of the publisher, with the tokens that it has published since. Returns
+-- false if the term is no longer the present term: then that daemon may publish nothing more. Writes redis_publisher.
 CREATE OR REPLACE FUNCTION redis_renew(server text, term bigint, tokens jsonb) RETURNS boolean
 LANGUAGE sql AS $$
     WITH renewed AS (
@@ -44,8 +44,8 @@ LANGUAGE sql AS $$
     SELECT EXISTS (SELECT FROM renewed)
 $$;
 
--- redis_release(server, term, tokens): the publisher gives its role back, with what it has published. Changes nothing under
--- another term. Writes redis_publisher.
+-- redis_release(server, term, tokens): the publisher gives its role back, with the tokens that it has published. Changes
+-- nothing under another term. Writes redis_publisher.
 CREATE OR REPLACE FUNCTION redis_release(server text, term bigint, tokens jsonb) RETURNS void
 LANGUAGE sql AS $$
     UPDATE redis_publisher p

@@ -1,11 +1,12 @@
--- What senders do where the history of a stream forked: what they take back, and how they follow the new generation.
+-- Senders after a fork of the history of a stream: facts that they take back, and how they follow the new generation.
 
--- federation_source_rewind(source, sender, stream, token, names): the stream goes on behind `token`, which lies before
--- what was recorded: a reset, or an operator's wish. What was recorded of later facts is forgotten, and so is that
--- destinations have taken them: whatever the stream has behind `token` is delivered to them. A transaction under way is
--- kept where federation_source_kept says so. A trial that is kept is an ordinary transaction from then on: what was refused
--- before it, and is not void, is outstanding. Only for the destinations in `names`. Returns how many facts were outstanding. Writes federation_sender, federation_destination,
--- federation_destination_room, federation_fact.
+-- federation_source_rewind(source, sender, stream, token, names): the stream goes on behind `token`, which lies before the
+-- recorded token: after a reset, or because an operator asked for it. The records of later facts are removed, also the
+-- records that destinations have taken them: all facts that the stream has behind `token` are delivered to them. A
+-- transaction under way is kept where federation_source_kept says so. A trial that is kept is an ordinary transaction from
+-- then on: facts that were refused before it, and are not void, are outstanding. Only for the destinations in `names`.
+-- Returns how many facts were outstanding. Writes federation_sender, federation_destination, federation_destination_room,
+-- federation_fact.
 CREATE OR REPLACE FUNCTION federation_source_rewind(source text, sender text, stream text, token bigint, names text[])
 RETURNS bigint
 LANGUAGE plpgsql AS $$
@@ -50,8 +51,9 @@ $$;
 
 -- federation_source_end_others(source, sender): ends the sessions of the other senders of the source that are running, and
 -- waits until they have ended. They hold facts in memory that are void now, and would store and send them. Their next
--- sessions begin with what is stored. The caller has locked federation_sender, so none begins before. Raises 57014 where
--- one does not end. The senders of a source have one role of Postgres, or this one is a member of theirs.
+-- sessions begin with the stored facts. The caller has locked federation_sender, so no session begins before. Raises 57014
+-- where a session does not end. The senders of a source have one role of Postgres, or the role of this sender is a member
+-- of their roles.
 CREATE OR REPLACE FUNCTION federation_source_end_others(source text, sender text) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -74,11 +76,12 @@ BEGIN
     END LOOP;
 END
 $$;
--- federation_source_fork(source, sender, token): the history of the stream of facts `source` above `token` is void. It is
--- so for all senders of the source, whether they run or not: ids are given out again, and what is recorded under them for
--- the destinations of one would get the facts of another. The sender whose session this is has noticed first. Facts that
--- were parked stay, and one of the same id may be parked beside them; what was to be sent again is parked again, and
--- wanted. Returns how many facts were outstanding. Writes all tables of the part but federation_edu.
+
+-- federation_source_fork(source, sender, token): the history of the stream of facts `source` above `token` is void. This
+-- holds for all senders of the source, whether they run or not: ids are given out again, and the destinations of a sender
+-- that kept its records would get other facts under the same ids. The sender whose session this is has noticed first. Facts
+-- that were parked stay, and a fact of the same id may be parked beside them. Facts that were to be sent again are parked
+-- again, and wanted. Returns how many facts were outstanding. Writes all tables of the part but federation_edu.
 CREATE OR REPLACE FUNCTION federation_source_fork(source text, sender text, token bigint) RETURNS bigint
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -105,6 +108,7 @@ BEGIN
     RETURN dropped;
 END
 $$;
+
 -- federation_source_known(stream, epoch): raises 55000 unless `epoch` is a generation of the stream here. A daemon that has not
 -- noticed yet that the database was restored to an earlier time speaks of generations that are not in it.
 CREATE OR REPLACE FUNCTION federation_source_known(stream text, epoch text) RETURNS void
@@ -119,9 +123,10 @@ BEGIN
     END IF;
 END
 $$;
--- federation_source_follow(source, sender, stream, epoch): what this sender has recorded of a stream is, all of it, of the
--- generation `epoch` too. So it is for senders of which no generation is known. Raises 55000 where the database does not know
--- the generation. Writes federation_sender.
+
+-- federation_source_follow(source, sender, stream, epoch): all facts that this sender has recorded of a stream belong to
+-- the generation `epoch`, too. The same holds for senders of which no generation is known. Raises 55000 where the database
+-- does not know the generation. Writes federation_sender.
 CREATE OR REPLACE FUNCTION federation_source_follow(source text, sender text, stream text, epoch text) RETURNS void
 LANGUAGE sql AS $$
     SELECT federation_source_known(federation_source_follow.stream, federation_source_follow.epoch);
@@ -129,13 +134,13 @@ LANGUAGE sql AS $$
     WHERE s.source = federation_source_follow.source AND s.stream = federation_source_follow.stream
         AND (s.name = federation_source_follow.sender OR s.epoch IS NULL)
 $$;
--- federation_source_enter(source, sender, epoch): this sender reads the first facts of the generation `epoch`. What the
--- source has recorded is of that generation too, for all its senders at once: what lies above the fork is void and is
--- forgotten, and the other senders' sessions end, since they may be about to record more of it. Not the tokens alone say
--- whether there is something: after a change of the list the lowest token counts, and destinations may have got further.
--- True: something was forgotten, so what this sender has in memory is void as well. Raises 55000 where the database does not
--- know the generation. Writes federation_sender; after a fork
--- what federation_source_fork writes.
+
+-- federation_source_enter(source, sender, epoch): this sender reads the first facts of the generation `epoch`. The records
+-- of the source belong to that generation too, for all its senders at once: facts above the fork are void and are removed,
+-- and the other senders' sessions end, since they may be about to record more of it. The tokens alone do not show whether
+-- there are such facts: after a change of the list the lowest token counts, and destinations may have got further. Returns
+-- true if facts were removed: then the facts that this sender has in memory are void as well. Raises 55000 where the
+-- database does not know the generation. Writes federation_sender; after a fork what federation_source_fork writes.
 CREATE OR REPLACE FUNCTION federation_source_enter(source text, sender text, epoch text) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE

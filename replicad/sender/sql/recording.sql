@@ -1,11 +1,11 @@
--- From rows of a stream to what each destination has yet to take.
+-- From rows of a stream to the facts and updates that each destination has yet to take.
 
--- federation_source_record(source, sender, stream, upto, ...): facts, and who is to take them; with that the sender has
--- recorded the stream up to `upto`. Returns up to where all senders of its name have recorded it. Facts are given by tokens, parts, rooms and bodies (arrays of one length); fact number i (from
--- 1) is for destination names[j] wherever numbers[j] = i. Repeating it changes nothing: what a destination has, or has
--- under way, is not recorded for it again, and a transaction under way keeps its bodies. `newcomers` are destinations
--- that may have no row yet. Writes federation_fact, federation_destination, federation_destination_room,
--- federation_sender.
+-- federation_source_record(source, sender, stream, upto, ...): records facts, and the destinations that have yet to take
+-- them. From then on the sender has recorded the stream up to `upto`. Returns the token up to which all senders of its name
+-- have recorded it. Facts are given by tokens, parts, rooms and bodies (arrays of one length); fact number i (from 1) is
+-- for destination names[j] wherever numbers[j] = i. A repeated call changes nothing: a fact that a destination has, or has
+-- under way, is not recorded for it again, and a transaction under way keeps its bodies. `newcomers` are destinations that
+-- may have no row yet. Writes federation_fact, federation_destination, federation_destination_room, federation_sender.
 CREATE OR REPLACE FUNCTION federation_source_record(source text, sender text, stream text, upto bigint, tokens bigint[],
     parts integer[], rooms text[], bodies text[], numbers integer[], names text[], newcomers text[]) RETURNS bigint
 LANGUAGE plpgsql AS $$
@@ -45,10 +45,10 @@ BEGIN
 END
 $$;
 
--- federation_source_record_edus(source, sender, stream, upto, names, keys, bodies): updates that may not be dropped, in
--- order, each for one destination; with that the sender has recorded the stream up to `upto`. Returns up to where all
--- senders of its name have recorded it. Writes federation_edu,
--- federation_destination, federation_sender.
+-- federation_source_record_edus(source, sender, stream, upto, names, keys, bodies): records updates that may not be
+-- dropped, in order, each for one destination. From then on the sender has recorded the stream up to `upto`. Returns the
+-- token up to which all senders of its name have recorded it. Writes federation_edu, federation_destination,
+-- federation_sender.
 CREATE OR REPLACE FUNCTION federation_source_record_edus(source text, sender text, stream text, upto bigint, names text[],
     keys text[], bodies text[]) RETURNS bigint
 LANGUAGE plpgsql AS $$
@@ -74,10 +74,11 @@ BEGIN
 END
 $$;
 
--- federation_source_write(source, entries): how destinations stand now. `entries` is a JSON array of objects with the
--- columns of federation_destination and, as done_edus, the ids of updates that were taken. What a destination has taken
--- is removed. `parked` is what it refuses: objects with token and part, up to where facts are refused, the numbers of
--- updates, and the reason. Writes federation_destination, federation_destination_room, federation_edu, federation_parked.
+-- federation_source_write(source, entries): stores the state of destinations. `entries` is a JSON array of objects with the
+-- columns of federation_destination and, as done_edus, the ids of updates that were taken. Facts and updates that a
+-- destination has taken are removed. `parked` are the items that it refuses: objects with token and part, up to which facts
+-- are refused, the numbers of updates, and the reason. Writes federation_destination, federation_destination_room,
+-- federation_edu, federation_parked.
 CREATE OR REPLACE FUNCTION federation_source_write(source text, entries json) RETURNS void
 LANGUAGE plpgsql AS $$
 #variable_conflict use_column

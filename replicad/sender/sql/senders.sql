@@ -1,4 +1,4 @@
--- The senders of a source: the list of them, which of them run, and how far each has recorded a stream.
+-- The senders of a source: their list, the senders that are running, and how far each sender has recorded a stream.
 
 -- federation_source_key(source, sender): the second half of the advisory lock that a running sender of the source holds,
 -- for its session. The first half is 1380992595. In the form of two integers it never meets the locks of streams.
@@ -7,6 +7,7 @@ LANGUAGE sql STABLE AS $$
     SELECT hashtext('federation_sender'::regclass::oid::text || ' '
         || source || ', ' || sender)  -- no name has a comma in it
 $$;
+
 -- federation_source_running(source): the senders of a source that are running, and how they share the destinations.
 CREATE OR REPLACE FUNCTION federation_source_running(source text) RETURNS TABLE (name text, senders text[])
 LANGUAGE sql STABLE AS $$
@@ -19,12 +20,12 @@ LANGUAGE sql STABLE AS $$
     WHERE s.source = federation_source_running.source
 $$;
 
--- federation_source_enlist(source, sender, senders, streams): this session becomes the one that runs as `sender`, one of
--- `senders` (sorted) of the source, until it ends. Where it cannot, `refusal` says in one sentence why, and `until` what
--- may change that: 'gone', the end of another sender, which leaves the place free; 'list', the end of senders that have
--- another list. Where the list of senders is a new one, destinations change hands: every
--- sender then goes on behind the lowest token that any has recorded, in the first of their generations: what that one
--- shares with the present, the others share too. Writes federation_sender, and for that all tables.
+-- federation_source_enlist(source, sender, senders, streams): this session runs as `sender`, which is in the (sorted) list
+-- `senders` of the source, until it ends. Where it cannot, `refusal` says in one sentence why, and `until` what may change
+-- that: 'gone', the end of another sender, which leaves the place free; 'list', the end of senders that have another list.
+-- Where the list of senders is a new one, destinations change hands: every sender then goes on behind the lowest token that
+-- any sender has recorded, in the first of their generations: the history that this generation shares with the present, the
+-- others share too. Writes federation_sender, and for that all tables.
 CREATE OR REPLACE FUNCTION federation_source_enlist(source text, sender text, senders text[], streams text[],
     OUT refusal text, OUT until text)
 LANGUAGE plpgsql AS $$
@@ -72,7 +73,7 @@ END
 $$;
 
 -- federation_source_begin(source, stream, token): where nothing was recorded of a stream yet, all senders of the source
--- begin behind `token`; the first one's word counts. Writes federation_sender.
+-- begin behind `token`; the token of the first sender counts. Writes federation_sender.
 CREATE OR REPLACE FUNCTION federation_source_begin(source text, stream text, token bigint) RETURNS void
 LANGUAGE sql AS $$
     UPDATE federation_sender s SET token = federation_source_begin.token
@@ -80,8 +81,9 @@ LANGUAGE sql AS $$
         AND s.token IS NULL
 $$;
 
--- federation_source_recorded(sender, stream): up to where every sender of that name has recorded a stream, whatever its
--- source: several may read one stream of updates, and acknowledge it under their common name. NULL: none has begun.
+-- federation_source_recorded(sender, stream): the token up to which every sender of that name has recorded a stream,
+-- whatever its source: several senders may read one stream of updates, and acknowledge it under their common name. NULL: no
+-- sender has begun.
 CREATE OR REPLACE FUNCTION federation_source_recorded(sender text, stream text) RETURNS bigint
 LANGUAGE sql STABLE AS $$
     SELECT min(s.token) FROM federation_sender s

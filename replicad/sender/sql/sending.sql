@@ -1,4 +1,4 @@
--- What a destination gets next, what is swept when it has been taken, and what is parked.
+-- The next facts and updates of a destination, the sweep of facts that all destinations have taken, and parked items.
 
 -- federation_source_collapse(source, names): of the facts of a room that a destination has yet to take, only the latest stays; a
 -- transaction under way is left whole. Returns how many are no longer wanted. Writes federation_destination_room.
@@ -89,7 +89,8 @@ LANGUAGE sql STABLE AS $$
     LIMIT federation_source_edus.most + 1
 $$;
 
--- federation_source_standing(source, after, most): how destinations stand, by name, those behind `after` (NULL: from the first).
+-- federation_source_standing(source, after, most): the state of destinations in the order of their names, for the names
+-- behind `after` (NULL: from the first).
 CREATE OR REPLACE FUNCTION federation_source_standing(source text, after text, most integer)
 RETURNS TABLE (name text, token bigint, part integer, serial bigint, failures integer, retry_in double precision,
     catching_up boolean, outstanding boolean)
@@ -107,9 +108,9 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- federation_source_kept(source, destination, token): whether the destination has a transaction under way that is repeated
--- as it was although the stream goes back to `token`: one that has stored updates, or facts that are not void. The
--- destination may have taken it, and its answer was lost. In a new transaction it would get these a second time.
--- A trial (txn_aside) holds one item: an update, or a fact above all that was refused before it.
+-- as it was although the stream goes back to `token`: a transaction with stored updates, or with facts that are not void.
+-- The destination may have taken it, and its answer was lost. In a new transaction it would get these a second time. A
+-- trial (txn_aside) holds one item: an update, or a fact above all facts that were refused before it.
 CREATE OR REPLACE FUNCTION federation_source_kept(source text, destination text, token bigint) RETURNS boolean
 LANGUAGE sql STABLE AS $$
     SELECT EXISTS (
@@ -125,9 +126,9 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- federation_source_sweep(source, stream, after_token, after_part, most): looks at the next `most` facts above a place, as
--- far as every sender of the source has recorded the stream, and removes those that no destination has yet to take.
--- Returns how many it removed, how many stay, and the place of the last one; NULL as its token: there are no more. What
--- it costs does not depend on how much is outstanding: each fact is one look into the index. Writes federation_fact.
+-- far as every sender of the source has recorded the stream, and removes the facts that no destination has yet to take.
+-- Returns how many it removed, how many stay, and the place of the last one; NULL as its token: there are no more. What it
+-- costs does not depend on how much is outstanding: each fact is one look into the index. Writes federation_fact.
 CREATE OR REPLACE FUNCTION federation_source_sweep(source text, stream text, after_token bigint, after_part integer,
     most integer, OUT removed bigint, OUT kept bigint, OUT token bigint, OUT part integer)
 LANGUAGE sql AS $$
@@ -172,8 +173,8 @@ LANGUAGE sql AS $$
     ON CONFLICT DO NOTHING
 $$;
 
--- federation_source_replay(source, names): what is parked for these destinations, and wanted again, is outstanding
--- again, behind all that is recorded for its destination. A fact gets a place of its own: the token after the last one,
+-- federation_source_replay(source, names): parked items of these destinations that are wanted again become outstanding,
+-- behind all items that are recorded for their destination. A fact gets a place of its own: the token after the last one,
 -- and a part below that of every fact of the stream, so that it comes before the next fact. Returns the names for which
 -- there was something. Writes federation_parked, federation_destination, federation_destination_room, federation_fact,
 -- federation_edu.

@@ -1,7 +1,7 @@
 -- Every function looks its neighbours up in this schema alone, whatever the caller's search_path. Whoever may use the
--- tables may use the functions: they do nothing that their caller could not do without them.
--- Those that touch the rows of some destinations go by the index. What the others have yet to take may be millions of
--- rows, and with statistics of a quieter time Postgres would read them all, at every write.
+-- tables may use the functions: they do nothing that their caller could not do without them. Functions that touch the rows
+-- of some destinations use the index. The other destinations may have millions of rows to take, and with statistics of a
+-- quieter time Postgres would read them all, at every write.
 DO $settings$
 DECLARE
     f record;

@@ -1,9 +1,9 @@
 -- Writers that share the keys of a stream: the tables, and how a writer joins, beats and leaves (docs/leases.md).
 
--- writer_sharding: the streams whose writers share the keys among themselves. Written by writer_enable and
--- writer_disable; `version` by everything that changes who is a member or who has a slot.
--- writer_term_seq numbers terms, beats and versions alike: no number is ever seen twice, so that a changed beat proves a
--- living writer without any clock, and an old term fits nothing.
+-- writer_sharding: the streams whose writers share the keys among themselves. Written by writer_enable and writer_disable;
+-- `version` by every function that changes the members or the owner of a slot. writer_term_seq numbers terms, beats and
+-- versions alike: no number is ever seen twice, so that a changed beat proves a living writer without any clock, and an old
+-- term fits nothing.
 CREATE SEQUENCE IF NOT EXISTS writer_term_seq;
 COMMENT ON SEQUENCE writer_term_seq IS 'replicad: terms and beats of writers that share a stream';
 
@@ -29,9 +29,9 @@ CREATE TABLE IF NOT EXISTS writer_member (
 ) WITH (fillfactor = 50);                     -- updated in place, again and again
 COMMENT ON TABLE writer_member IS 'replicad: writers that share a stream, and their signs of life';
 
--- writer_slot: whose each slot is. Written by writer_move. A slot is nobody's where its owner is not a member, or became
--- one anew after the slot's term. Whoever writes keys of it holds its lock shared (writer_lock_key) until his
--- transaction ends; whoever changes the row holds that lock alone.
+-- writer_slot: the owner of each slot. Written by writer_enable, writer_take and writer_give. A slot is free where its owner is not a
+-- member, or became a member again after the slot's term. A session that writes keys of the slot holds its lock shared
+-- (writer_lock_key) until its transaction ends; a session that changes the row holds that lock alone.
 CREATE TABLE IF NOT EXISTS writer_slot (
     stream smallint NOT NULL REFERENCES writer_sharding ON DELETE CASCADE,
     slot integer NOT NULL CHECK (slot >= 0),
@@ -42,8 +42,8 @@ CREATE TABLE IF NOT EXISTS writer_slot (
 ) WITH (fillfactor = 50);
 COMMENT ON TABLE writer_slot IS 'replicad: which writer owns which slot of a stream''s keys, fenced by the term';
 
--- writer_slot_of(key, slots): the slot of a key: the first four bytes of the SHA-256 of its UTF-8, as a number, modulo
--- the slots. Nothing of Postgres' own hashing, which may change with a version. Writes nothing.
+-- writer_slot_of(key, slots): the slot of a key: the first four bytes of the SHA-256 of its UTF-8, as a number, modulo the
+-- slots. It does not use the hash functions of Postgres, which may change with a version. Writes nothing.
 CREATE OR REPLACE FUNCTION writer_slot_of(key text, slots integer) RETURNS integer
 LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
     SELECT (('x' || encode(substr(sha256(convert_to(key, 'UTF8')), 1, 4), 'hex'))::bit(32)::bigint % slots)::integer
@@ -81,12 +81,11 @@ BEGIN
 END
 $$;
 
--- writer_find_own(stream): as writer_find, for a caller who may be one of the stream's writers. Raises 42501 unless this
+-- writer_find_own(stream): as writer_find, for a caller that may be a writer of the stream. Raises 42501 unless this
 -- session's role may write the stream: INSERT, UPDATE or DELETE on its table (one column is enough), or USAGE or UPDATE on
 -- its sequence. The sequence is for sessions that write through functions of another owner and may not write the table.
--- Writes nothing.
--- Who calls it runs with its owner's rights (SECURITY DEFINER), so `current_user` says nothing about the caller. What no
--- function can change is the session's user, and the role that the session chose by SET ROLE.
+-- Writes nothing. Its callers run with their owner's rights (SECURITY DEFINER), so `current_user` says nothing about the
+-- session. No function can change the session's user, nor the role that the session chose by SET ROLE.
 CREATE OR REPLACE FUNCTION writer_find_own(stream text) RETURNS writer_sharding
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
@@ -106,8 +105,8 @@ BEGIN
 END
 $$;
 
--- writer_lock(stream): the same, with the row locked: one change after the other, so that terms are committed in the
--- order of their numbers. Whoever needs locks of slots takes them before. Locks writer_sharding.
+-- writer_lock(stream): as writer_find, with the row locked: changes follow one after the other, so that terms are committed
+-- in the order of their numbers. A caller that needs locks of slots takes them before. Locks writer_sharding.
 CREATE OR REPLACE FUNCTION writer_lock(stream text) RETURNS writer_sharding
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -121,8 +120,8 @@ BEGIN
 END
 $$;
 
--- writer_changed(number): the next look shows a change; those who LISTEN to replicad_writers need not wait for it.
--- Writes writer_sharding, whose row the caller has locked.
+-- writer_changed(number): makes the next writer_look show a change. Sessions that LISTEN to replicad_writers are notified
+-- of it. Writes writer_sharding, whose row the caller has locked.
 CREATE OR REPLACE FUNCTION writer_changed(number smallint) RETURNS void
 LANGUAGE sql AS $$
     UPDATE writer_sharding SET version = nextval('writer_term_seq') WHERE stream = number;
@@ -158,8 +157,8 @@ END
 $$;
 COMMENT ON FUNCTION writer_enable(text, integer) IS 'Lets the writers of a stream share its keys';
 
--- writer_disable(stream): the keys are nobody's; writers that still share them are refused from now on. Raises RS001,
--- RS002. Writes writer_sharding, and what hangs on it.
+-- writer_disable(stream): the keys have no owner any more; writers that still share them are refused from now on. Raises
+-- RS001, RS002. Writes writer_sharding, and the rows that refer to it.
 CREATE OR REPLACE FUNCTION writer_disable(stream text) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -170,7 +169,8 @@ END
 $$;
 COMMENT ON FUNCTION writer_disable(text) IS 'Ends the sharing of a stream''s keys';
 
--- writer_join(stream, instance, ttl, address, expired): becomes one of the writers: the membership's term and first beat.
+-- writer_join(stream, instance, ttl, address, expired): makes the caller a writer of the stream. Returns the term and the
+-- first beat of its membership.
 --   ttl      so long without a beat, and the others take its slots over
 --   address  where the application reaches this writer, told to the others; may be NULL
 --   expired  beats that the caller has watched unchanged for longer than their ttl: a namesake with such a beat is
@@ -235,7 +235,7 @@ $$;
 COMMENT ON FUNCTION writer_beat(text, text, bigint) IS 'A writer''s sign of life';
 
 -- writer_expel(stream, expired): ends the memberships with these beats, which the caller has watched unchanged for longer
--- than their ttl; returns their names. Their slots are nobody's then, until others take them. Raises 42501, RS001, RS002.
+-- than their ttl; returns their names. Their slots are free then, until others take them. Raises 42501, RS001, RS002.
 -- Writes writer_member.
 CREATE OR REPLACE FUNCTION writer_expel(stream text, expired bigint[]) RETURNS text[]
 LANGUAGE plpgsql AS $$

@@ -1,7 +1,7 @@
--- Who may do what: who may write a stream may join its writers, share and leave (writer_find_own looks); whether a stream is
--- shared at all is its owner's to say. writer_owns changes nothing and so asks for no right.
--- Rows are changed through the functions alone, which run with their owner's rights. Every function looks its neighbours
--- up in this schema alone, whatever the caller's search_path; those that are inlined need none, or name them in full.
+-- Rights: a role that may write a stream may join its writers, share its keys and leave (writer_find_own checks it). Only
+-- the owner decides whether a stream is shared at all. writer_owns changes nothing and so needs no right. Rows are changed
+-- through the functions alone, which run with their owner's rights. Every function looks its neighbours up in this schema
+-- alone, whatever the caller's search_path; functions that are inlined need no neighbours, or name them in full.
 DO $rights$
 DECLARE
     f record;

@@ -1,7 +1,7 @@
 -- The slots of the keys: how a writer takes and gives them, and the fence by which each of its transactions proves its own.
 
--- writer_lock_slots(stream, wanted, patience): takes the locks of those slots alone, until the transaction ends, and
--- returns the slots of which it got it. No write into these is in flight then, and none begins.
+-- writer_lock_slots(stream, wanted, patience): takes the locks of the `wanted` slots alone, until the transaction ends, and
+-- returns the slots whose lock it got. No write into these slots is in flight then, and no write begins.
 --   patience  how long to wait for the writes that are in flight, for each slot; new ones wait meanwhile. Give it for
 --             one slot at a time: whoever holds the lock of one and waits for another may be in somebody's way.
 --             0 (the default): does not wait.
@@ -32,8 +32,8 @@ BEGIN
 END
 $$;
 
--- writer_retire(stream, instance, term): this writer wants to leave: nobody gives it anything more, and it gives away what
--- it has. Raises 42501, RS001, RS002, RS011. Writes writer_member.
+-- writer_retire(stream, instance, term): this writer wants to leave: no writer gives it more slots, and it gives its slots
+-- away. Raises 42501, RS001, RS002, RS011. Writes writer_member.
 CREATE OR REPLACE FUNCTION writer_retire(stream text, instance text, term bigint) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -49,8 +49,8 @@ END
 $$;
 COMMENT ON FUNCTION writer_retire(text, text, bigint) IS 'Announces that a writer is about to leave';
 
--- writer_leave(stream, instance, term): ends this membership; what it still has is nobody's, until others take it. False
--- where it had ended already. Raises 42501, RS001, RS002. Writes writer_member.
+-- writer_leave(stream, instance, term): ends this membership. Its slots are free then, until others take them. Returns
+-- false where it had ended already. Raises 42501, RS001, RS002. Writes writer_member.
 CREATE OR REPLACE FUNCTION writer_leave(stream text, instance text, term bigint) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -67,12 +67,12 @@ END
 $$;
 COMMENT ON FUNCTION writer_leave(text, text, bigint) IS 'Ends a membership';
 
--- writer_take(stream, instance, member, wanted, seen, patience): takes slots that are nobody's.
+-- writer_take(stream, instance, member, wanted, seen, patience): takes free slots.
 --   member    the term of this writer's membership
 --   wanted    slots, and `seen` the terms under which they were seen: one that has changed since is left alone
 --   patience  see writer_lock_slots; a slot into which somebody who lost it is still writing is left alone as well
--- Returns the slots that are this writer's from now on, each with its new term. Raises 42501, RS001, RS002, RS011.
--- Locks writer_sharding and the slots, writes writer_slot.
+-- Returns the slots that this writer owns from now on, each with its new term. Raises 42501, RS001, RS002, RS011. Locks
+-- writer_sharding and the slots, writes writer_slot.
 CREATE OR REPLACE FUNCTION writer_take(
     stream text, instance text, member bigint, wanted integer[], seen bigint[], patience interval = '0'
 ) RETURNS TABLE (slot integer, term bigint)
@@ -100,10 +100,10 @@ END
 $$;
 COMMENT ON FUNCTION writer_take(text, text, bigint, integer[], bigint[], interval) IS 'Takes slots that are nobody''s';
 
--- writer_give(stream, instance, given, terms, receivers, patience): gives slots away, each to the writer of the same
--- place in `receivers`. A slot that is not this writer's under that term, whose receiver is not there or about to leave,
--- or into which a write is in flight stays as it is. Returns the slots that are the others' from now on, with their new
--- terms. Raises 42501, RS001, RS002. Locks writer_sharding and the slots, writes writer_slot.
+-- writer_give(stream, instance, given, terms, receivers, patience): gives slots away, each to the writer of the same place
+-- in `receivers`. A slot stays as it is if this writer does not own it under that term, if its receiver is absent or about
+-- to leave, or if a write into it is in flight. Returns the slots that other writers own from now on, with their new terms.
+-- Raises 42501, RS001, RS002. Locks writer_sharding and the slots, writes writer_slot.
 CREATE OR REPLACE FUNCTION writer_give(
     stream text, instance text, given integer[], terms bigint[], receivers text[], patience interval = '0'
 ) RETURNS TABLE (slot integer, term bigint)
@@ -127,9 +127,9 @@ END
 $$;
 COMMENT ON FUNCTION writer_give(text, text, integer[], bigint[], text[], interval) IS 'Gives slots to other writers';
 
--- writer_owner(stream, key): whose a key is now: its slot, the slot's term, and the writer with its address; both NULL
--- where it is nobody's. True for a moment only: what makes a write safe is writer_owns. Raises RS001, RS002.
--- Writes nothing.
+-- writer_owner(stream, key): the owner of a key now: its slot, the slot's term, and the writer with its address; both NULL
+-- where the slot is free. The answer is true for a moment only: writer_owns makes a write safe. Raises RS001, RS002. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION writer_owner(
     stream text, key text, OUT slot integer, OUT term bigint, OUT owner text, OUT address text
 )
@@ -162,18 +162,18 @@ BEGIN
 END
 $$;
 
--- writer_owns(stream, key, instance, term): this transaction may write rows of the key, and nobody else's does until it
--- ends: returns the key's slot, or raises RS010, naming the owner. To be called in the transaction that writes, before it
--- reads what it decides by. Also RS001, RS002. Locks the slot, shared; writes nothing.
+-- writer_owns(stream, key, instance, term): ensures that this transaction may write rows of the key, and that no
+-- transaction of another writer does until it ends. Returns the key's slot, or raises RS010 with the owner's name. Call it
+-- in the transaction that writes, before that reads the rows by which it decides. Raises RS001 and RS002, too. Locks the
+-- slot, shared; writes nothing.
 --
--- Whoever takes or gives the slot needs that lock alone, and commits before letting go of it: so whoever gets it
--- shared, and looks afterwards, sees whose the slot is now. An isolation above READ COMMITTED does not look
--- afterwards, but at its first statement; there the row's own lock raises 40001 where the row has changed since.
--- An advisory lock and not one of the row, which costs twice the time and writes a third more WAL for a small insert.
--- A writer that stops in the middle of a transaction must not hold the slot for good: such a transaction is ended by
--- Postgres after the writer's ttl, unless the session's own idle_in_transaction_session_timeout is shorter; in the
--- middle of a statement after its statement_timeout. A writer that was expelled is refused, though nobody may have taken
--- its slots yet.
+-- A session that takes or gives the slot needs that lock alone, and commits before it releases the lock. So a session that
+-- gets the lock shared, and looks afterwards, sees the present owner of the slot. An isolation above READ COMMITTED does
+-- not look afterwards, but at its first statement; there the row's own lock raises 40001 where the row has changed since.
+-- It is an advisory lock, because a lock of the row costs twice the time and writes a third more WAL for a small insert. A
+-- writer that stops in the middle of a transaction must not hold the slot for good: such a transaction is ended by Postgres
+-- after the writer's ttl, unless the session's own idle_in_transaction_session_timeout is shorter; in the middle of a
+-- statement after its statement_timeout. A writer that was expelled is refused, though nobody may have taken its slots yet.
 CREATE OR REPLACE FUNCTION writer_owns(stream text, key text, instance text, term bigint) RETURNS integer
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -206,8 +206,8 @@ END
 $$;
 COMMENT ON FUNCTION writer_owns(text, text, text, bigint) IS 'Makes sure that a transaction''s writer owns a key';
 
--- writer_look(stream, since): what a writer must know, at one moment: all members, and the slots whose term is above
--- `since` (0: all of them), each list as arrays side by side. `version` is for the next look. Raises RS001, RS002.
+-- writer_look(stream, since): the state that a writer must know, at one moment: all members, and the slots whose term is
+-- above `since` (0: all of them), each list as arrays side by side. `version` is for the next look. Raises RS001, RS002.
 -- Writes nothing.
 CREATE OR REPLACE FUNCTION writer_look(
     stream text, since bigint,

@@ -1,4 +1,4 @@
--- What is checked before a stream is registered or changed.
+-- The checks before a stream is registered or changed.
 
 -- stream_sequence_fault(sequence, method): why no stream can be fed by this sequence, and the remedy; NULLs where it
 -- can. Asked when a stream is added and again while it is served.
@@ -33,7 +33,7 @@ BEGIN
 END
 $$;
 
--- stream_check_name(name): refuses what is no name for a stream, and one that is taken.
+-- stream_check_name(name): refuses a text that cannot be the name of a stream, and a name that is taken.
 CREATE OR REPLACE FUNCTION stream_check_name(name text) RETURNS void
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
@@ -82,7 +82,7 @@ BEGIN
 END
 $$;
 
--- stream_check_id(tbl, id_column): refuses a column that cannot be a stream's id, apart from what feeds it.
+-- stream_check_id(tbl, id_column): refuses a column that cannot be a stream's id, apart from the sequence that feeds it.
 CREATE OR REPLACE FUNCTION stream_check_id(tbl regclass, id_column name) RETURNS void
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
@@ -176,8 +176,8 @@ BEGIN
 END
 $$;
 
--- stream_check_parts(s): refuses what cannot be a stream (RS002 or RS007, the reason, the remedy), apart from its name;
--- returns the type of its rows.
+-- stream_check_parts(s): refuses an entry that cannot be a stream (RS002 or RS007, the reason, the remedy), apart from its
+-- name; returns the type of its rows.
 CREATE OR REPLACE FUNCTION stream_check_parts(s stream) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -210,6 +210,7 @@ BEGIN
     RETURN stream_check_row(s.relation, s.id_column, s.row_sql);
 END
 $$;
+
 -- stream_check(s): the same, and refuses a name that is taken or cannot be one.
 CREATE OR REPLACE FUNCTION stream_check(s stream) RETURNS text
 LANGUAGE plpgsql AS $$

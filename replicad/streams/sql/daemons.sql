@@ -1,8 +1,8 @@
--- What running daemons say of themselves and of their troubles, and the secret of their relay.
+-- The reports of running daemons about themselves and their troubles, and the secret of their relay.
 
--- stream_trouble_write(daemon, kinds, names, causes, codes, reasons, ages): puts these troubles (arrays of one length,
--- ages in seconds) in the place of those that the daemon has written before. Removes the rows of daemons that have not
--- written for an hour. Writes stream_trouble.
+-- stream_trouble_write(daemon, kinds, names, causes, codes, reasons, ages): replaces the troubles that the daemon has
+-- written before by these (arrays of one length, ages in seconds). Removes the rows of daemons that have not written for an
+-- hour. Writes stream_trouble.
 CREATE OR REPLACE FUNCTION stream_trouble_write(
     daemon text, kinds text[], names text[], causes text[], codes text[], reasons text[], ages float8[],
     at timestamptz = clock_timestamp()
@@ -19,7 +19,7 @@ BEGIN
 END
 $$;
 
--- stream_troubles(at): what daemons that are running report to be wrong, the oldest first.
+-- stream_troubles(at): the troubles that running daemons report, the oldest first.
 CREATE OR REPLACE FUNCTION stream_troubles(at timestamptz = clock_timestamp()) RETURNS SETOF stream_trouble
 LANGUAGE sql STABLE AS $$
     SELECT * FROM stream_trouble t WHERE t.seen_at > stream_troubles.at - interval '15 seconds'
@@ -28,8 +28,8 @@ $$;
 COMMENT ON FUNCTION stream_troubles(timestamptz) IS 'What running daemons report to be wrong';
 
 -- stream_daemons(at): the daemons of this database, by name: where they serve clients, since when, and for how many seconds
--- each was silent. A beat comes every 5 s, so one that is silent for 15 s was killed or cannot reach Postgres; after an
--- hour it is left out.
+-- each was silent. A beat comes every 5 s, so a daemon that is silent for 15 s was killed or cannot reach Postgres; after
+-- an hour it is left out.
 CREATE OR REPLACE FUNCTION stream_daemons(at timestamptz = clock_timestamp()) RETURNS TABLE (
     name text, pid integer, host inet, addresses text[], version text, started_at timestamptz, seen_at timestamptz,
     silent_s float8
@@ -44,8 +44,8 @@ $$;
 COMMENT ON FUNCTION stream_daemons(timestamptz) IS 'The daemons of this database, and for how long each was silent';
 
 -- stream_daemon_beat(id, name, pid, addresses, version, age): the sign of life of a daemon that began `age` seconds ago.
--- Removes the rows of daemons that were silent for an hour, and of those in whose place this one serves: silent for 15 s,
--- with its name, machine and addresses. Writes stream_daemon.
+-- Removes the rows of daemons that were silent for an hour, and of daemons that this daemon replaces: silent for 15 s, with
+-- its name, machine and addresses. Writes stream_daemon.
 CREATE OR REPLACE FUNCTION stream_daemon_beat(
     id uuid, name text, pid integer, addresses text[], version text, age float8, at timestamptz = clock_timestamp()
 ) RETURNS void

@@ -1,10 +1,10 @@
--- Why a registered stream can no longer be served, and what is worth knowing of one that can.
+-- Reasons why a registered stream can no longer be served, and notes about a stream that can.
 
--- stream_feed_fault(s): another sequence feeds the id column now than the one that the stream was added with, so that its
--- positions say nothing of new rows; NULLs where that is not so. A stream whose sequence never fed the column (named on
--- purpose when it was added) is left alone, and so is a column that no sequence feeds any more: then the writers name
--- the sequence themselves. The same for a partition or an heir whose rows get ids of another sequence where they are
--- inserted into it directly.
+-- stream_feed_fault(s): the id column is fed by another sequence now than when the stream was added, so that its positions
+-- say nothing of new rows; NULLs where that is not so. A stream whose sequence never fed the column (named on purpose when
+-- it was added) is left alone, and so is a column that no sequence feeds any more: then the writers name the sequence
+-- themselves. The same for a partition or an heir whose rows get ids of another sequence where they are inserted into it
+-- directly.
 CREATE OR REPLACE FUNCTION stream_feed_fault(s stream, OUT problem text, OUT remedy text)
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
@@ -76,9 +76,9 @@ BEGIN
 END
 $$;
 
--- stream_moved(relations, schemas, names, sequences, feeds): those of the relations whose schema and name lead to another
--- relation now, and those of the sequences from which other column defaults draw than before: `feeds` is the sum of the oids
--- of the defaults. Asked by each poll that moves a position, so it is in plpgsql, which keeps its plans.
+-- stream_moved(relations, schemas, names, sequences, feeds): the relations whose schema and name lead to another relation
+-- now, and the sequences from which other column defaults draw than before: `feeds` is the sum of the oids of the defaults.
+-- Asked by each poll that moves a position, so it is in plpgsql, which keeps its plans.
 CREATE OR REPLACE FUNCTION stream_moved(
     relations oid[], schemas text[], names text[], sequences oid[], feeds bigint[]
 ) RETURNS oid[]
@@ -113,12 +113,14 @@ LANGUAGE sql STABLE AS $$
     SELECT ARRAY[n.nspname::text, c.relname::text]
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = relation
 $$;
+
 -- stream_bearer(named): the relation that has this schema and name now; NULL where there is none.
 CREATE OR REPLACE FUNCTION stream_bearer(named text[]) RETURNS regclass
 LANGUAGE sql STABLE AS $$
     SELECT c.oid::regclass
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = named[1] AND c.relname = named[2]
 $$;
+
 -- stream_fed_elsewhere(sequence, tbl): the tables, apart from tbl with its partitions and heirs, in which a column default
 -- draws from the sequence.
 CREATE OR REPLACE FUNCTION stream_fed_elsewhere(sequence regclass, tbl regclass) RETURNS SETOF regclass
@@ -128,12 +130,15 @@ LANGUAGE sql STABLE AS $$
     WHERE d.classid = 'pg_attrdef'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = sequence
         AND f.adrelid <> tbl AND f.adrelid NOT IN (SELECT t FROM stream_tables(tbl) t)
 $$;
+
 -- stream_shell(word): the word as an argument of a command in a shell.
 CREATE OR REPLACE FUNCTION stream_shell(word text) RETURNS text
 LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN word ~ '^[A-Za-z0-9_./:@%+=-]+$' THEN word ELSE $q$'$q$ || replace(word, $q$'$q$, $q$'\''$q$) || $q$'$q$ END
 $$;
--- stream_name_fault(s): rows that users take for rows of the stream may be in another table; NULLs where that is not so.
+
+-- stream_name_fault(s): the fault that rows which users take for rows of the stream may be in another table; NULLs where
+-- that is not so.
 --  - The name under which the table was added leads to another relation: tables were swapped. A name that leads nowhere is
 --    no fault: the table was renamed, and nothing else can be meant.
 --  - Likewise the name of a sequence that no column default draws from, and that of the table of positions: writers call
@@ -189,7 +194,7 @@ BEGIN
 END
 $$;
 
--- stream_notes(s): what is worth knowing about a stream that works; nothing where all is plain.
+-- stream_notes(s): notes that are worth reading about a stream that works; empty where there are none.
 CREATE OR REPLACE FUNCTION stream_notes(s stream) RETURNS text[]
 LANGUAGE sql STABLE AS $$
     SELECT coalesce(array_agg(note ORDER BY place), '{}') FROM (
@@ -272,6 +277,7 @@ BEGIN
     RETURN fault.problem || '; ' || fault.remedy;
 END
 $$;
+
 -- stream_strayed(number): the part of stream_fault that a poll asks for: ids may belong to rows of another table, or come
 -- from elsewhere. NULL where that is not so, or there is no such stream.
 CREATE OR REPLACE FUNCTION stream_strayed(stream_number integer) RETURNS text

@@ -23,11 +23,13 @@ CREATE OR REPLACE FUNCTION stream_generation_now(s stream) RETURNS stream_genera
 LANGUAGE sql STABLE AS $$
     SELECT g FROM stream_generation g WHERE g.stream = s.number ORDER BY g.number DESC LIMIT 1
 $$;
+
 -- stream_epoch(s): the id of the present generation, which is the epoch of tokens.
 CREATE OR REPLACE FUNCTION stream_epoch(s stream) RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT (stream_generation_now(s)).id
 $$;
+
 -- stream_continues(s, g): whether generation `g` is valid still: the server, the table, the sequence and the sequence's
 -- file are those in which it began. A sequence that is gone is a fault of its own (stream_fault), no fork.
 CREATE OR REPLACE FUNCTION stream_continues(s stream, g stream_generation) RETURNS boolean
@@ -42,6 +44,7 @@ LANGUAGE sql STABLE AS $$
     SELECT string_agg(format('%s:%s', t::oid, pg_relation_filenode(t)), ',' ORDER BY t::oid)
     FROM stream_tables(tbl) t WHERE pg_relation_filenode(t) IS NOT NULL
 $$;
+
 -- stream_rewritten(s, g): whether a table that is left of the stream has another file than when a position was noted last in
 -- generation `g` (stream_note), or none is left. TRUNCATE ... RESTART IDENTITY replaces the files, and so do commands that write
 -- each row anew.
@@ -55,13 +58,15 @@ BEGIN
         AND split_part(f, ':', 1) IN (SELECT split_part(k, ':', 1) FROM unnest(known) k));
 END
 $$;
--- stream_question(s, g, noted, since): what a user must say before the stream goes on from generation `g`; NULLs where nothing
--- has to be asked. `noted`: the position that was noted last; `since`: the transaction that did it.
--- The sequence and the table have other files, and the next id is above the note. ALTER COLUMN ... TYPE does that: then each row has
--- the id that it had. TRUNCATE ... RESTART IDENTITY with other rows under the same ids does it, too. Nothing that is left tells the
--- two apart, equal ids least of all, where the id column or the definition of the sequence was altered since the note, or where
--- the table has another TOAST table, as after SET UNLOGGED and SET LOGGED. Where nothing of that is so, it was a TRUNCATE; where
--- the table is empty, or the next id is not above the note, nothing is lost by beginning again.
+
+-- stream_question(s, g, noted, since): the question that a user must answer before the stream goes on from generation `g`;
+-- NULLs where there is none. `noted`: the position that was noted last; `since`: the transaction that noted it. The
+-- sequence and the table have other files, and the next id is above the note. ALTER COLUMN ... TYPE does that: then each
+-- row has the id that it had. TRUNCATE ... RESTART IDENTITY with other rows under the same ids does it, too. Nothing that
+-- is left distinguishes the two, equal ids least of all, where the id column or the definition of the sequence was altered
+-- since the note, or where the table has another TOAST table, as after SET UNLOGGED and SET LOGGED. Where nothing of that
+-- is so, it was a TRUNCATE; where the table is empty, or the next id is not above the note, nothing is lost by beginning
+-- again.
 CREATE OR REPLACE FUNCTION stream_question(
     s stream, g stream_generation, noted bigint, since xid, OUT problem text, OUT remedy text
 ) LANGUAGE plpgsql STABLE AS $$
@@ -91,6 +96,7 @@ BEGIN
         'readers need all rows anew, run: %srestarted', command, command);
 END
 $$;
+
 -- stream_question_of(s): stream_question for the present generation and note.
 CREATE OR REPLACE FUNCTION stream_question_of(s stream, OUT problem text, OUT remedy text)
 LANGUAGE sql STABLE AS $$
@@ -98,15 +104,17 @@ LANGUAGE sql STABLE AS $$
     FROM (SELECT) one LEFT JOIN stream_position p ON p.stream = s.number AND p.writer = 0
     CROSS JOIN LATERAL stream_question(s, stream_generation_now(s), p.position, p.xmin) q
 $$;
--- stream_kept_upto(s, g, went_back): up to where the rows of generation `g` are the same for certain, though its sequence was
--- altered (AS bigint, MAXVALUE, CACHE, OWNED BY ...) or, `went_back`, set to a lower value; NULL where nothing is certain.
+
+-- stream_kept_upto(s, g, went_back): the id up to which the rows of generation `g` are the same for certain, though its
+-- sequence was altered (AS bigint, MAXVALUE, CACHE, OWNED BY ...) or, `went_back`, set to a lower value; NULL where nothing
+-- is certain.
 --  - The tables that are left have the files that they had when a position was noted last (stream_rewritten).
 --  - Below the lowest row that was written since that note (whose transaction is newer), and at or below the last value, no id
 --    was given out again: a sequence that was lower leaves rows in the gaps. Where it is known to have gone back, no transaction
 --    may be under way that can still leave one. An UPDATE makes a row a newer one, so less is shared then.
--- ALTER SEQUENCE waits for all who have taken an id in their transactions, so all ids of before are finished.
--- Reads the rows up to the note, once; without an answer within statement_timeout nothing is certain. Raises RS002 where the
--- role may not read the sequence: that is no change of it.
+-- ALTER SEQUENCE waits for all transactions that have taken an id, so all earlier ids are finished. Reads the rows up to
+-- the note, once; without an answer within statement_timeout nothing is certain. Raises RS002 where the role may not read
+-- the sequence: that is no change of it.
 CREATE OR REPLACE FUNCTION stream_kept_upto(s stream, g stream_generation, went_back boolean) RETURNS bigint
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -140,6 +148,7 @@ CREATE OR REPLACE FUNCTION stream_floor(sequence regclass) RETURNS bigint
 LANGUAGE sql STABLE AS $$
     SELECT coalesce(greatest((SELECT q.seqmin FROM pg_sequence q WHERE q.seqrelid = $1), -9223372036854775807), 1) - 1
 $$;
+
 -- stream_generation_add(s, began_at, writers, positions, reason): the next generation of a stream, on the server and with
 -- the table and sequence of now. The caller has locked the stream's row. Keeps the last 1,000. Raises RS002 while a dump
 -- is being restored, which adds the primary keys last: a row from here would be in its way. Writes stream_generation.
@@ -162,9 +171,10 @@ BEGIN
     RETURN new_id;
 END
 $$;
--- stream_fork(number, seen, reason): history has forked, or may have: begins a generation. Done once where several daemons
--- ask for it: only while `seen` is still the id of the present one. Returns the id of the present generation.
--- Shared with the generation before is, up to where:
+
+-- stream_fork(number, seen, reason): history has forked, or may have: begins a generation. It is done once where several
+-- daemons ask for it: only while `seen` is still the id of the present generation. Returns the id of the present
+-- generation. Shared with the generation before is, up to where:
 --  - `sequence_kept` (stream_sequence_changed): what was noted;
 --  - another file of the same sequence (ALTER SEQUENCE, TRUNCATE ... RESTART IDENTITY), or `ids_went_back` (setval): what the
 --    rows prove (stream_kept_upto). The sequence may have been lower than at the time when somebody looked. Nothing is
@@ -172,9 +182,9 @@ $$;
 --  - `table_changed` (stream_alter with a table whose rows are not known to be the same): nothing;
 --    Where the rows cannot prove it, and a user has to say it (stream_question), no generation begins;
 --  - otherwise: what was noted in the database, which was restored, replicated or kept together with the rows.
--- What was noted and acknowledged beyond that is lowered to it; ids beyond it are skipped no more. Raises RS001 where the
--- stream was removed, and RS002 where the sequence changed and may not be read.
--- Writes stream, stream_generation, stream_position, stream_mark, stream_ack, stream_skip.
+-- Noted and acknowledged positions beyond it are lowered to it; ids beyond it are skipped no more. Raises RS001 where the
+-- stream was removed, and RS002 where the sequence changed and may not be read. Writes stream, stream_generation,
+-- stream_position, stream_mark, stream_ack, stream_skip.
 CREATE OR REPLACE FUNCTION stream_fork(stream_number integer, seen text, reason text) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -230,8 +240,9 @@ BEGIN
     RETURN new_id;
 END
 $$;
--- stream_continue(): begins a generation of each stream whose present one is not valid any more.
--- Returns how many. To be called before anything is read for readers. Writes what stream_fork writes.
+
+-- stream_continue(): begins a generation of each stream whose present generation is not valid any more. Returns how many.
+-- To be called before anything is read for readers. Writes what stream_fork writes.
 CREATE OR REPLACE FUNCTION stream_continue() RETURNS integer
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -259,7 +270,7 @@ END
 $$;
 
 -- stream_generations(name): the generations of a stream, the present one first: when and why each began, and up to which
--- position its history is shared with the one before. Raises RS001.
+-- position its history is shared with the generation before. Raises RS001.
 CREATE OR REPLACE FUNCTION stream_generations(
     name text, OUT number integer, OUT id text, OUT began_at bigint, OUT reason text, OUT created_at timestamptz
 ) RETURNS SETOF record

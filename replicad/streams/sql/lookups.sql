@@ -1,4 +1,4 @@
--- Errors, and what the registry and the catalogs say of a stream: its tables, its sequence, its types.
+-- Errors, and facts about a stream from the registry and the catalogs: its tables, its sequence, its types.
 
 -- stream_instance(instance): a writer's name as it stands on the wire, in tokens and in stream_writer.
 -- NULL and '' become master; white space and control characters, which would break the line, become _; 200 characters.
@@ -92,8 +92,8 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- stream_runs_as(tbl): the owner of a table as whom statements that read it must run; NULL where the asking role runs them
--- itself: it is the owner, or the owner is a superuser. Whoever owns a table has code run by those who read it: a cast of
--- one of its types, a policy, a function in an index.
+-- itself: it is the owner, or the owner is a superuser. The owner of a table can have code run by every role that reads it:
+-- a cast of one of its types, a policy, a function in an index.
 CREATE OR REPLACE FUNCTION stream_runs_as(tbl regclass) RETURNS oid
 LANGUAGE sql STABLE AS $$
     SELECT c.relowner FROM pg_class c JOIN pg_roles r ON r.oid = c.relowner
@@ -101,8 +101,9 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- stream_hidden(tbl): the sentence that row security can hide rows of a table from the role that reads it, with the remedy;
--- NULL where that role sees all rows. It is the table's owner, or the asking role (stream_runs_as). All sessions of ours have
--- row_security = off: Postgres refuses to read where a policy would leave rows out, so no row is skipped in silence.
+-- NULL where that role sees all rows. That role is the table's owner, or the asking role (stream_runs_as). All sessions of
+-- ours have row_security = off: Postgres refuses to read where a policy would leave rows out, so no row is skipped in
+-- silence.
 CREATE OR REPLACE FUNCTION stream_hidden(tbl regclass) RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT format('row security can hide rows of %s from role %I, with whose rights it is read; run: ', stream_qualified(tbl),
@@ -168,8 +169,8 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- stream_is_same(number, actual, expected): raises RS005. Called where a reader must not read on: another table (`actual`)
--- than that of the stream (`expected`) has its name now; or it is the same, and the sequence has another file than the
--- one that the stream was loaded with, so that ids mean other rows.
+-- than that of the stream (`expected`) has its name now; or it is the same, and the sequence has another file than when the
+-- stream was loaded, so that ids mean other rows.
 CREATE OR REPLACE FUNCTION stream_is_same(stream_number integer, actual oid, expected oid) RETURNS boolean
 LANGUAGE plpgsql STABLE AS $$
 DECLARE

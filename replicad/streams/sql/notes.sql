@@ -1,6 +1,6 @@
 -- The positions that daemons publish: how they are noted, taken back and kept.
 
--- stream_mark_position(number, position, at): notes where the stream stands, once a minute at most, and thins out the
+-- stream_mark_position(number, position, at): notes the position of the stream, once a minute at most, and thins out the
 -- notes of yesterday to one per hour. Writes stream_mark.
 CREATE OR REPLACE FUNCTION stream_mark_position(stream_number integer, new_position bigint, at timestamptz) RETURNS void
 LANGUAGE plpgsql AS $$
@@ -20,10 +20,11 @@ BEGIN
 END
 $$;
 
--- stream_note(number, generation, position, writers, positions, at): keeps what a daemon has published in that generation;
--- positions only grow. Keeps the table's files too, and which of its partitions were detached. Returns false, and writes
--- nothing, where the generation is not the present one, or is not valid on this server any more: what the daemon has
--- published may be of another history. Writes stream_position, stream_generation, stream, and now and then stream_mark.
+-- stream_note(number, generation, position, writers, positions, at): notes the positions that a daemon has published in
+-- that generation; they only grow. Notes the table's files too, and the partitions that were detached. Returns false, and
+-- writes nothing, where the generation is not the present one, or is not valid on this server any more: the positions that
+-- the daemon has published may be of another history. Writes stream_position, stream_generation, stream, and now and then
+-- stream_mark.
 CREATE OR REPLACE FUNCTION stream_note(
     stream_number integer, in_generation text, linear_position bigint, writers integer[], positions bigint[],
     at timestamptz = clock_timestamp()
@@ -61,13 +62,13 @@ BEGIN
 END
 $$;
 
--- stream_rewind(number, seen, upto): rows above `upto` were not sent to readers, though they lie at or below a position that
--- was published. Begins a generation that shares with the one before what there is up to `upto`, so that readers get all
--- rows above it again. In contrast to stream_fork, ids are the same rows as before: what was trimmed, or taken out of the
--- stream, stays so. Returns `begun`: the id of the new one, or NULL where nothing was done. Then `wait` has the seconds
--- after which it may be tried again: each time within an hour doubles the pause before the next one. Or it is NULL:
--- `seen` is not the present generation, or not valid on this server any more, so that rows are read anew in any case.
--- Writes stream_generation, stream_position, stream_ack.
+-- stream_rewind(number, seen, upto): for rows above `upto` that were not sent to readers, though they lie at or below a
+-- position that was published: begins a generation that shares with the generation before the rows up to `upto`, so that
+-- readers get all rows above it again. In contrast to stream_fork, ids are the same rows as before: rows that were trimmed,
+-- or taken out of the stream, stay so. Returns `begun`: the id of the new generation, or NULL where nothing was done. Then
+-- `wait` has the seconds after which it may be tried again: each rewind within an hour doubles the pause before the next
+-- rewind. Or it is NULL: `seen` is not the present generation, or not valid on this server any more, so that rows are read
+-- anew in any case. Writes stream_generation, stream_position, stream_ack.
 CREATE OR REPLACE FUNCTION stream_rewind(
     stream_number integer, seen text, upto bigint, OUT begun text, OUT wait double precision
 )
@@ -104,14 +105,14 @@ BEGIN
 END
 $$;
 
--- stream_keep(number, generation, lowest, published, trimmed): notes the lowest id of a stream's table (NULL: it is empty), read
--- after `published` was published. Where it has grown since the last note, rows were
--- removed without stream_trim; then tokens below are expired, as after a trim, but only up to what was published: below that no row
--- is in flight. Returns `gone`: up to where rows are gone now, if that is more than before.
--- `trimmed` is the trimmed_upto of the snapshot in which the lowest id was read. Where the id lies at or below it, rows are there again (a table that was loaded again, a partition that was attached again): what
--- is retained begins with them. Returns `back`: the token from which on it is. If somebody has trimmed since,
--- the lowest id may be of a row that is gone, and nothing is taken back.
--- Does nothing where the generation is not the present one, or not valid on this server. Writes stream, stream_kept.
+-- stream_keep(number, generation, lowest, published, trimmed): notes the lowest id of a stream's table (NULL: it is empty),
+-- read after `published` was published. Where it has grown since the last note, rows were removed without stream_trim; then
+-- tokens below are expired, as after a trim, but only up to the published position: below that no row is in flight. Returns
+-- `gone`: the id up to which rows are gone now, if it is higher than before. `trimmed` is the trimmed_upto of the snapshot
+-- in which the lowest id was read. Where the id lies at or below it, rows are there again (a table that was loaded again, a
+-- partition that was attached again): the retained rows begin with them. Returns `back`: the token from which on they are
+-- retained. If somebody has trimmed since, the lowest id may be of a row that is gone, and nothing is taken back. Does
+-- nothing where the generation is not the present one, or not valid on this server. Writes stream, stream_kept.
 CREATE OR REPLACE FUNCTION stream_keep(
     stream_number integer, in_generation text, lowest bigint, published bigint, trimmed bigint,
     OUT gone bigint, OUT back bigint
@@ -146,8 +147,8 @@ BEGIN
 END
 $$;
 
--- stream_position_at(name, at): where the stream stood at that time, from the notes of its daemons: the latest not
--- after it, NULL where they do not go back so far. Raises RS001.
+-- stream_position_at(name, at): the position of the stream at that time, from the notes of its daemons: the latest note
+-- that is not after it, NULL where the notes do not go back so far. Raises RS001.
 CREATE OR REPLACE FUNCTION stream_position_at(name text, at timestamptz) RETURNS bigint
 LANGUAGE sql STABLE AS $$
     SELECT (SELECT m.position FROM stream_mark m WHERE m.stream = s.number AND m.at <= stream_position_at.at

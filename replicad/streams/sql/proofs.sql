@@ -26,11 +26,12 @@ BEGIN
 END
 $$;
 
--- stream_prove(number, lasting): takes the proof for this transaction, or (lasting) for this session. Before the lock of the
--- bound, so that whoever sees that one sees the proof too. False, with nothing taken, if nothing shows that this session may
--- write the stream. What shows it: its role may write the table or take ids, or the session has already taken an id, as it
--- can within a function of another owner; Postgres remembers that. It is decided once: what is revoked later does not make
--- a lock void under which rows were written. Runs with its owner's rights; its owner needs SELECT on the sequence.
+-- stream_prove(number, lasting): takes the proof for this transaction, or (lasting) for this session. It is taken before
+-- the lock of the bound, so that every session that sees that lock sees the proof too. False, with nothing taken, if
+-- nothing shows that this session may write the stream. What shows it: its role may write the table or take ids, or the
+-- session has already taken an id, as it can within a function of another owner; Postgres remembers that. It is decided
+-- once: a right that is revoked later does not make a lock void under which rows were written. Runs with its owner's
+-- rights; its owner needs SELECT on the sequence.
 CREATE OR REPLACE FUNCTION stream_prove(number integer, lasting boolean = false) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER AS $$
 DECLARE
@@ -141,17 +142,18 @@ LANGUAGE sql VOLATILE SECURITY DEFINER AS $$
         OR r.pid IN (SELECT p.pid FROM proven p WHERE p.pid IS NOT NULL)
 $$;
 
--- stream_holds_back(number, session, writer): whether what a session of that application_name holds keeps this writer's
--- position back: a session that is called after a known writer holds back that one alone, any other one all of them.
+-- stream_holds_back(number, session, writer): whether the ids that a session of that application_name holds keep this
+-- writer's position back: a session that is called after a known writer holds back that writer alone, any other session
+-- holds back all writers.
 CREATE OR REPLACE FUNCTION stream_holds_back(number integer, session text, writer text) RETURNS boolean
 LANGUAGE sql STABLE AS $$
     SELECT session = writer OR NOT EXISTS (
         SELECT FROM stream_writer w WHERE w.stream = stream_holds_back.number AND w.name = session)
 $$;
 
--- stream_certified(number, upto, writer): the highest bound up to `upto` that is held with a certificate
--- (stream_reserve) by a session that holds this writer back: one that is called after it, or after no known writer.
--- NULL where there is none.
+-- stream_certified(number, upto, writer): the highest bound up to `upto` that is held with a certificate (stream_reserve)
+-- by a session that holds this writer back: a session that is called after it, or after no known writer. NULL where there
+-- is no such bound.
 CREATE OR REPLACE FUNCTION stream_certified(number integer, upto bigint, writer text) RETURNS bigint
 LANGUAGE sql VOLATILE AS $$
     SELECT max(h.bound) FROM stream_held(number) h

@@ -1,8 +1,8 @@
--- Functions that read a table with the rights of its owner, and what is missing where the daemon may not read.
+-- Functions that read a table with the rights of its owner, and the rights that a daemon lacks where it may not read.
 
--- stream_reader_wanted(relation): what the asking role lacks to read a table or sequence as its owner, and the remedy; NULL
--- where it lacks nothing. Who may make the reader (stream_reader_ensure): a superuser; the owner of this schema, if it is a
--- member of the table's owner. He may call it; another role needs the right to.
+-- stream_reader_wanted(relation): the reason why the asking role cannot read a table or sequence as its owner, and the
+-- remedy; NULL where it can. Two roles may make the reader (stream_reader_ensure): a superuser, and the owner of this
+-- schema if it is a member of the table's owner. The owner of the schema may call it; another role needs EXECUTE.
 CREATE OR REPLACE FUNCTION stream_reader_wanted(relation regclass) RETURNS text
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
@@ -59,8 +59,8 @@ BEGIN
 END
 $$;
 
--- stream_reader_ensure(tbl): makes the function that runs statements as the owner of this table, if one is needed and there
--- is none. Raises RS002 where the asking role may not make it. Creates a function that belongs to the table's owner.
+-- stream_reader_ensure(tbl): makes the function that runs statements as the owner of this table, if it is needed and
+-- absent. Raises RS002 where the asking role may not make it. Creates a function that belongs to the table's owner.
 --
 -- The reader, reader_1_...(tbl, query, path, bound), returns the rows of a query, whose one column is text. It stops after
 -- the row that exceeds `bound` bytes, and then adds the row `+`. Where the query fails, it adds `!` and the error as JSON.
@@ -70,8 +70,8 @@ $$;
 --   change settings for later statements, leave cursors or notifications: all is done in a subtransaction, and rolled back;
 --   write, so that a deferred trigger runs at the end of the transaction, as the session's role: it is READ ONLY;
 --   replace statements that the session has prepared: those that it prepares are removed.
--- The owner cannot change the body: this needs CREATE on the schema. But he can alter the function. So it tries first
--- whether SET ROLE fails, whose rights it has, and whether it is volatile, and it looks up no name in a search_path.
+-- The owner cannot change the body: this needs CREATE on the schema. But he can alter the function. So it first checks that
+-- SET ROLE fails, that it has the rights of its owner, and that it is volatile; and it looks up no name in a search_path.
 CREATE OR REPLACE FUNCTION stream_reader_ensure(tbl regclass) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -107,7 +107,7 @@ $$;
 COMMENT ON FUNCTION stream_reader_ensure(regclass) IS 'Makes the function that reads a table as its owner';
 
 -- stream_as_owner(tbl, query): the rows of a query on this table, whose one column is text, run as the table's owner (see
--- stream_reader_ensure), or as the asking role where stream_runs_as() says so. Raises what the query raises.
+-- stream_reader_ensure), or as the asking role where stream_runs_as() says so. Raises the errors of the query.
 CREATE OR REPLACE FUNCTION stream_as_owner(tbl regclass, query text) RETURNS SETOF text
 LANGUAGE plpgsql SET row_security = off AS $$
 DECLARE
@@ -161,9 +161,10 @@ LANGUAGE sql STABLE AS $$
     SELECT format('role %s may not read %s; run: GRANT %s TO %1$s', quote_ident(current_user), what, needed)
 $$;
 
--- stream_denied(s): what the role that asks may not read of a stream, with the GRANT that mends it; NULL where it may read
--- all. A role may have rights on single columns, so a table counts as denied where it may read none of them. A table that
--- is read as its owner needs no right on it; stream_reader_wanted says what else it needs. Row security counts too.
+-- stream_denied(s): the relation of a stream that the asking role may not read, with the GRANT that mends it; NULL where it
+-- may read all. A role may have rights on single columns, so a table counts as denied where it may read none of them. A
+-- table that is read as its owner needs no right on it; stream_reader_wanted names the right that it needs instead. Row
+-- security counts too.
 CREATE OR REPLACE FUNCTION stream_denied(s stream) RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT string_agg(n.sentence, '. ' ORDER BY n.place)

@@ -1,9 +1,9 @@
 -- How streams are registered, changed and removed.
 
 -- stream_add(name, tbl, id_column, instance_column, row_sql, method, positions, sequence, max_row): makes a table a stream.
--- `max_row` bounds its lines, in bytes (stream_max_row). Returns what is worth knowing about it, nothing where all is plain.
--- Raises RS002 with the reason and the remedy, and RS007 for a bound beyond what clients take.
--- Writes stream, stream_generation, stream_writer, and for the method reservation the guard's triggers on the table.
+-- `max_row` bounds its lines, in bytes (stream_max_row). Returns notes that are worth reading about it, if there are any.
+-- Raises RS002 with the reason and the remedy, and RS007 for a bound beyond what clients take. Writes stream,
+-- stream_generation, stream_writer, and for the method reservation the guard's triggers on the table.
 CREATE OR REPLACE FUNCTION stream_add(
     name text,
     tbl regclass,
@@ -56,8 +56,8 @@ $$;
 COMMENT ON FUNCTION stream_add(text, regclass, name, name, text, text, regclass, regclass, bigint)
     IS 'Makes a table a stream; returns notes worth reading';
 
--- stream_remove(name): the table is a stream no more; it and its rows stay. Raises RS001.
--- Writes stream and what hangs on it; drops the guard.
+-- stream_remove(name): removes the stream; the table and its rows stay. Raises RS001. Writes stream and the rows that refer
+-- to it; drops the guard.
 CREATE OR REPLACE FUNCTION stream_remove(name text) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -82,12 +82,12 @@ END
 $$;
 COMMENT ON FUNCTION stream_max_row(text, bigint) IS 'Sets the bound on the length of the lines of a stream';
 
--- stream_alter(name, tbl, same_rows, sequence, positions): the stream goes on with another table, or with the same one under its
--- present name. Its sequence is the one that feeds the table, or the one that is given. Its table of positions is the one that
--- is given, or that of before. With the same table and sequence readers
--- notice nothing. Otherwise a generation begins: readers get all rows anew; with same_rows those up to the noted position
--- are taken to be the same, which is refused if the two tables differ in their ids. Returns notes. Raises RS001, RS002.
--- Writes stream, and what stream_fork writes; moves the guard.
+-- stream_alter(name, tbl, same_rows, sequence, positions): the stream goes on with another table, or with the same one
+-- under its present name. Its sequence is the sequence that feeds the table, or the given one. Its table of positions is
+-- the one that is given, or that of before. With the same table and sequence readers notice nothing. Otherwise a generation
+-- begins: readers get all rows anew; with same_rows the rows up to the noted position are taken to be the same, which is
+-- refused if the two tables differ in their ids. Returns notes. Raises RS001, RS002. Writes stream, and the tables that
+-- stream_fork writes; moves the guard.
 CREATE OR REPLACE FUNCTION stream_alter(
     name text, tbl regclass, same_rows boolean = false, sequence regclass = NULL, positions regclass = NULL
 ) RETURNS text[]
@@ -135,12 +135,12 @@ END
 $$;
 COMMENT ON FUNCTION stream_alter(text, regclass, boolean, regclass, regclass) IS 'Goes on with another table; returns notes worth reading';
 
--- stream_sequence_changed(name, what): says what a change of the stream's sequence has done to its ids, in the transaction of
--- that change or after it; without it daemons find out as far as they can (stream_kept_upto), and the stream stops where they cannot
--- (stream_question). `same`: every row has the id that it had,
--- and the next one is above them, as after ALTER COLUMN ... TYPE bigint of an identity column, which writes all rows anew.
--- Readers go on then. `restarted`: ids begin again. Then all of them are read from the start. Returns the id of the present
--- generation. Raises RS001, and RS002 where the sequence is below what was published. Writes what stream_fork writes.
+-- stream_sequence_changed(name, what): tells replicad what a change of the stream's sequence has done to its ids, in the
+-- transaction of that change or after it; without it daemons find out as far as they can (stream_kept_upto), and the stream
+-- stops where they cannot (stream_question). `same`: every row has the id that it had, and the next id is above them, as
+-- after ALTER COLUMN ... TYPE bigint of an identity column, which writes all rows anew. Readers go on then. `restarted`:
+-- ids begin again. Then all of them are read from the start. Returns the id of the present generation. Raises RS001, and
+-- RS002 where the sequence is below the published position. Writes the tables that stream_fork writes.
 CREATE OR REPLACE FUNCTION stream_sequence_changed(name text, what text) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE

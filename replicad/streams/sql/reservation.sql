@@ -49,6 +49,7 @@ BEGIN
     END LOOP;
 END
 $$;
+
 -- stream_guard_detach(number): drops these triggers, on whichever tables they are.
 CREATE OR REPLACE FUNCTION stream_guard_detach(number integer) RETURNS void
 LANGUAGE plpgsql AS $$
@@ -88,8 +89,8 @@ BEGIN
 END
 $$;
 
--- stream_next(stream): reserves an id until this transaction ends, and returns it. Whoever inserts it may do so in any
--- statement of the transaction; an id that is not used is no harm. Raises RS001, RS002, and 42501 without a right to write.
+-- stream_next(stream): reserves an id until this transaction ends, and returns it. Any statement of the transaction may
+-- insert it; an id that is not used does no harm. Raises RS001, RS002, and 42501 without a right to write.
 --
 -- The transaction holds a proof (stream_prove) and a bound first and takes ids afterwards. They are remembered in a
 -- transaction-local setting, as `p` with the transaction's id, a colon, and a number: that reverts with a savepoint, as the
@@ -152,9 +153,10 @@ COMMENT ON FUNCTION stream_next_mult(text, integer) IS 'Reserves the next n ids 
 -- the bound that the session holds for this stream already, NULL where it holds none; one bound, the lowest, covers all
 -- that is in flight. Returns the bound of these ids, which is the one held where `held` was NULL.
 --
--- The bound that is kept is a certified one: no position above it was ever published while it is held. A bound that is
--- read and then locked may be stale when the lock is there, so it is locked hand over hand: lock what was read, read
--- again, lock that, let go of the first. The proof (stream_prove) is there before. Raises RS001, RS002, 42501; a session in which it failed must be closed or reset.
+-- The bound that is kept is a certified one: no position above it was ever published while it is held. A bound that is read
+-- and then locked may be stale when the lock is there, so it is locked hand over hand: lock the bound that was read, read
+-- again, lock the new bound, release the first lock. The proof (stream_prove) is there before. Raises RS001, RS002, 42501;
+-- a session in which it failed must be closed or reset.
 CREATE OR REPLACE FUNCTION stream_reserve(
     stream text, n integer, held bigint = NULL, OUT number integer, OUT bound bigint, OUT ids bigint[]
 )
@@ -182,11 +184,11 @@ END
 $$;
 COMMENT ON FUNCTION stream_reserve(text, integer, bigint) IS 'Reserves ids for this session until stream_complete';
 
--- stream_adopt(number, setting, id, writer): makes this transaction responsible for an id that another session
--- reserved, so that it stays covered until the transaction ends even if that session ends before. Takes a bound below
--- the id first and looks for a certified one afterwards: while one is held, nothing above it was published; from then
--- on our own lock counts. Both must hold back the writer of the row. Called by the guard; a row without an id is never
--- sent and needs no cover. Raises 42501, and RS003 where the id is not covered, or would not be by this session.
+-- stream_adopt(number, setting, id, writer): makes this transaction responsible for an id that another session reserved, so
+-- that it stays covered until the transaction ends even if that session ends before. Takes a bound below the id first and
+-- looks for a certified one afterwards: while such a bound is held, no position above it was published; from then on the
+-- lock of this transaction counts. Both must hold back the writer of the row. Called by the guard; a row without an id is
+-- never sent and needs no cover. Raises 42501, and RS003 where the id is not covered, or would not be by this session.
 CREATE OR REPLACE FUNCTION stream_adopt(number integer, setting text, id bigint, writer text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -224,10 +226,10 @@ BEGIN
 END
 $$;
 
--- stream_positions(stream): how far each known writer of a reserved stream has finished, now and without a daemon: the
--- last value first, the bounds that are held afterwards. A session that is not named after a known writer holds back
--- all. The row without a name is for all writers together. A crash of Postgres may take back what was not flushed; what
--- a daemon publishes is. Raises RS001, RS002.
+-- stream_positions(stream): how far each known writer of a reserved stream has finished, now and without a daemon: the last
+-- value first, the bounds that are held afterwards. A session that is not named after a known writer holds back all
+-- writers. The row without a name is for all writers together. A crash of Postgres may take back ids that were not flushed
+-- to disk; ids that a daemon has published are flushed. Raises RS001, RS002.
 CREATE OR REPLACE FUNCTION stream_positions(stream text) RETURNS TABLE (writer text, "position" bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -249,9 +251,9 @@ END
 $$;
 COMMENT ON FUNCTION stream_positions(text) IS 'How far each writer of a reserved stream has finished, now';
 
--- stream_complete(number, held, next): this session's oldest ids are finished, whether a row came of them or not. Lets
--- go of the bound `held`, having taken the next one, that of the oldest ids still in flight (NULL: there are none).
--- Returns false where the session did not hold the bound (any more): then the ids were not protected.
+-- stream_complete(number, held, next): ends the oldest ids of this session, whether rows came of them or not. It takes the
+-- next bound, that of the oldest ids still in flight (NULL: there are none), and then releases the bound `held`. Returns
+-- false where the session did not hold that bound (any more): then the ids were not protected.
 CREATE OR REPLACE FUNCTION stream_complete(number integer, held bigint, next bigint = NULL) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN

@@ -1,4 +1,4 @@
--- Rows that are trimmed, what senders have acknowledged, and ids that an operator takes out of a stream.
+-- Rows that are trimmed, tokens that senders have acknowledged, and ids that an operator takes out of a stream.
 
 -- stream_retained(number, after): true; raises RS004 where rows above `after` were trimmed away. STABLE: inside the
 -- reading statement it sees what the statement sees, so that a trim cannot slip in between.
@@ -19,9 +19,10 @@ BEGIN
 END
 $$;
 
--- stream_trim_note(number, upto, finished): notes up to where a stream is trimmed, for those who may delete from its table,
--- who need no right on ours. Raises insufficient_privilege, and RS002 above what was published: readers would be told that
--- rows are gone which they have yet to get. Writes stream, and stream_mark when it is finished.
+-- stream_trim_note(number, upto, finished): notes the id up to which a stream is trimmed, for roles that may delete from
+-- its table; they need no right on our tables. Raises insufficient_privilege, and RS002 above the published position:
+-- readers would get the error that rows are gone which they have yet to get. Writes stream, and stream_mark when it is
+-- finished.
 CREATE OR REPLACE FUNCTION stream_trim_note(stream_number integer, upto bigint, finished boolean) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
@@ -40,12 +41,12 @@ BEGIN
 END
 $$;
 
--- stream_trim(name, upto, batch): deletes the oldest rows with ids up to `upto`, about `batch` of them; call it until
--- it returns 0. What is gone is noted first, so that a token below it is told. Refuses (RS002) to delete what was not
--- published yet. Until its transaction ends, the stream's position waits, as for any other writer.
--- To delete runs the triggers of the table's owner, as the asking role: so the owner calls it himself, with a connection of
--- his own, or a superuser for a superuser's table; refused otherwise.
--- Writes the stream's table, and by stream_trim_note stream and stream_mark.
+-- stream_trim(name, upto, batch): deletes the oldest rows with ids up to `upto`, about `batch` of them; call it until it
+-- returns 0. The trimmed ids are noted first, so that a token below them is refused. Refuses (RS002) to delete rows that
+-- were not published yet. Until its transaction ends, the stream's position waits, as for any other writer. A DELETE runs
+-- the triggers of the table's owner, as the asking role. So the owner calls it himself, with a connection of his own, or a
+-- superuser for a superuser's table; other roles are refused. Writes the stream's table, and by stream_trim_note stream and
+-- stream_mark.
 CREATE OR REPLACE FUNCTION stream_trim(name text, upto bigint, batch integer = 10000) RETURNS bigint
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -76,9 +77,10 @@ END
 $$;
 COMMENT ON FUNCTION stream_trim(text, bigint, integer) IS 'Deletes a batch of the oldest rows of a stream';
 
--- stream_ack_note(names, generations, instances, tokens): what senders have acknowledged (arrays of one length, no sender of
--- a stream twice); within a generation tokens only grow. Acks of a generation that is not the present one, or of a stream
--- that was removed, are passed over; so are new senders where a stream has a thousand. Writes stream_ack.
+-- stream_ack_note(names, generations, instances, tokens): notes the tokens that senders have acknowledged (arrays of one
+-- length, no sender of a stream twice); within a generation tokens only grow. Acks of a generation that is not the present
+-- one, or of a stream that was removed, are passed over; so are new senders where a stream has a thousand. Writes
+-- stream_ack.
 CREATE OR REPLACE FUNCTION stream_ack_note(names text[], generations text[], instances text[], tokens bigint[])
 RETURNS void
 LANGUAGE sql AS $$
@@ -93,9 +95,9 @@ LANGUAGE sql AS $$
         token = CASE WHEN a.generation = excluded.generation THEN greatest(a.token, excluded.token) ELSE excluded.token END
 $$;
 
--- stream_acks(name): the senders of a stream that are known, and what each has acknowledged: all that ever did, and those
--- that run as `replicad sender` on this database. token is NULL where one has sent no ack in this generation. Raises
--- RS001.
+-- stream_acks(name): the known senders of a stream, and the token that each has acknowledged: senders that ever
+-- acknowledged one, and senders that run as `replicad sender` on this database. token is NULL for a sender without an ack
+-- in this generation. Raises RS001.
 CREATE OR REPLACE FUNCTION stream_acks(name text, OUT instance text, OUT token bigint, OUT acked_at timestamptz)
 RETURNS SETOF record
 LANGUAGE plpgsql STABLE AS $$
@@ -116,8 +118,8 @@ END
 $$;
 COMMENT ON FUNCTION stream_acks(text) IS 'The senders of a stream, and what they have acknowledged';
 
--- stream_acked(name): up to where every known sender has acknowledged a stream, and it was published; NULL where one has
--- said nothing, or none is known. Raises RS001.
+-- stream_acked(name): the token up to which every known sender has acknowledged a stream, and which was published; NULL
+-- where a sender has acknowledged nothing, or no sender is known. Raises RS001.
 CREATE OR REPLACE FUNCTION stream_acked(name text) RETURNS bigint
 LANGUAGE sql STABLE AS $$
     SELECT least(min(a.token), (SELECT p.position FROM stream_position p JOIN stream s ON s.number = p.stream

@@ -1,7 +1,7 @@
--- Who may do what: writers of any role reserve ids and insert under the guard, so they may look streams up and use the
--- functions on that way. Administration is the owner's: a row expression is SQL that the daemon runs. Every function
--- looks its neighbours up in this schema alone, whatever the caller's search_path, but for those that are inlined or
--- called for every row: they need no neighbours, or name them in full. Who owns a table trims it himself.
+-- Rights: writers of any role reserve ids and insert under the guard, so they may look streams up and use the functions on
+-- that way. Administration is the owner's: a row expression is SQL that the daemon runs. Every function looks its
+-- neighbours up in this schema alone, whatever the caller's search_path, except functions that are inlined or called for
+-- every row: they need no neighbours, or name them in full. The owner of a table trims it himself.
 DO $rights$
 DECLARE
     f record;
@@ -16,13 +16,16 @@ BEGIN
         IF f.proname NOT IN ('stream_instance', 'stream_json', 'stream_lock_key', 'stream_moved') THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
-        IF f.proname IN ('stream_add', 'stream_remove',
-                'stream_note', 'stream_fork', 'stream_rewind', 'stream_keep', 'stream_continue', 'stream_generation_add', 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
-                'stream_writers_last', 'stream_writers_idle', 'stream_writer_holder', 'stream_kept_upto', 'stream_sequence_changed', 'stream_guard_attach',
-                'stream_guard_build', 'stream_guard_detach', 'stream_alter', 'stream_check', 'stream_check_parts', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
-                'stream_daemon_beat', 'stream_daemon_leave', 'stream_daemons',
-                'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_relay_channel', 'stream_relay_secret',
-                'stream_proof_key', 'stream_reader_ensure', 'stream_readers_ensure', 'stream_as_owner') THEN
+        IF f.proname IN ('stream_add', 'stream_remove', 'stream_alter', 'stream_max_row', 'stream_sequence_changed',
+                'stream_check', 'stream_check_parts', 'stream_check_row',
+                'stream_continue', 'stream_fork', 'stream_generation_add', 'stream_kept_upto',
+                'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire', 'stream_writers_last',
+                'stream_writers_idle', 'stream_writer_holder',
+                'stream_reader_ensure', 'stream_readers_ensure', 'stream_as_owner', 'stream_proof_key',
+                'stream_guard_attach', 'stream_guard_build', 'stream_guard_detach',
+                'stream_note', 'stream_rewind', 'stream_keep', 'stream_mark_position', 'stream_skip_id', 'stream_skip_undo',
+                'stream_trouble_write', 'stream_troubles', 'stream_daemon_beat', 'stream_daemon_leave', 'stream_daemons',
+                'stream_relay_channel', 'stream_relay_secret') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;

@@ -40,8 +40,8 @@ CREATE TABLE IF NOT EXISTS stream_writer (
 );
 COMMENT ON TABLE stream_writer IS 'replicad: numbers of writers, stable for the life of the stream';
 
--- stream_position: how far each stream was published last. Written about once a second by every daemon that serves it,
--- read by a daemon that starts: what was published once is taken back only by a new generation, which begins here.
+-- stream_position: how far each stream was published last. Written about once a second by every daemon that serves it, read
+-- by a daemon that starts: a published position is taken back only by a new generation, which begins here.
 CREATE TABLE IF NOT EXISTS stream_position (
     stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
     writer integer NOT NULL,                  -- a number of stream_writer; 0: all writers together (linear)
@@ -52,7 +52,7 @@ CREATE TABLE IF NOT EXISTS stream_position (
 ALTER TABLE stream_position SET (fillfactor = 50);  -- updated in place, again and again
 COMMENT ON TABLE stream_position IS 'replicad: last published position per stream and writer (0: linear)';
 
--- stream_mark: where a stream stood at a time, at most once a minute for a day and once an hour before that. Turns an
+-- stream_mark: the position of a stream at a time, at most once a minute for a day and once an hour before that. Turns an
 -- age into an id for tables that have no column of time. Written by stream_note, cut by stream_trim.
 CREATE TABLE IF NOT EXISTS stream_mark (
     stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
@@ -87,9 +87,9 @@ CREATE TABLE IF NOT EXISTS stream_skip (
 );
 COMMENT ON TABLE stream_skip IS 'replicad: rows that an operator has taken out of a stream';
 
--- stream_trouble: what daemons report to be wrong at this moment, of streams, tubes and themselves. Each daemon replaces
--- its rows every few seconds; rows that were not refreshed for 15 s are of a daemon that is no longer running.
--- Written by stream_trouble_write, read by stream_troubles. UNLOGGED: after a crash the daemons write it anew.
+-- stream_trouble: the troubles that daemons report at this moment, of streams, tubes and themselves. Each daemon replaces
+-- its rows every few seconds; rows that were not refreshed for 15 s belong to a daemon that is no longer running. Written
+-- by stream_trouble_write, read by stream_troubles. UNLOGGED: after a crash the daemons write it anew.
 CREATE UNLOGGED TABLE IF NOT EXISTS stream_trouble (
     daemon text NOT NULL,
     kind text NOT NULL,                       -- stream, tube, service, ...
@@ -104,10 +104,11 @@ CREATE UNLOGGED TABLE IF NOT EXISTS stream_trouble (
 COMMENT ON TABLE stream_trouble IS 'replicad: what running daemons report to be wrong';
 
 -- stream_generation: the generations of each stream. A generation is a stretch of history in which no position was taken
--- back. The one with the highest number is the present one. `incarnation`, `relation`, `sequence` and `file` are the
--- server, the table, the sequence and the sequence's file in which it is valid: where one of them is another, history may
--- have forked. `table_files` helps to tell the two changes of a sequence's file apart: TRUNCATE ... RESTART IDENTITY
--- replaces the files of the table too, ALTER SEQUENCE does not. Written by stream_add and stream_fork, read by every daemon once a second. docs/positions.md explains it.
+-- back. The generation with the highest number is the present one. `incarnation`, `relation`, `sequence` and `file` are the
+-- server, the table, the sequence and the sequence's file in which it is valid: where one of them differs, history may have
+-- forked. `table_files` helps to tell the two changes of a sequence's file apart: TRUNCATE ... RESTART IDENTITY replaces
+-- the files of the table too, ALTER SEQUENCE does not. Written by stream_add and stream_fork, read by every daemon once a
+-- second. docs/positions.md explains it.
 CREATE TABLE IF NOT EXISTS stream_generation (
     stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
     number integer NOT NULL,
@@ -126,10 +127,10 @@ CREATE TABLE IF NOT EXISTS stream_generation (
 );
 COMMENT ON TABLE stream_generation IS 'replicad: stretches of a stream''s history that did not fork';
 
--- stream_relay_key: one secret, from which two things are made: the name of the channel on which daemons reach each other by
--- NOTIFY, and the key with which they sign what they send there. Any role may send on any channel, and the name of a channel is
--- shown to roles with pg_read_all_stats; the key is not. To change both: DELETE the row and INSERT a new one; the daemons
--- take it over within 10 s. Written by nobody else, read by stream_relay_channel and stream_relay_secret.
+-- stream_relay_key: one secret, from which two things are made: the name of the channel on which daemons reach each other
+-- by NOTIFY, and the key with which they sign what they send there. Any role may send on any channel, and the name of a
+-- channel is shown to roles with pg_read_all_stats; the key is not. To change both: DELETE the row and INSERT a new one;
+-- the daemons take it over within 10 s. Nothing else writes it. Read by stream_relay_channel and stream_relay_secret.
 CREATE TABLE IF NOT EXISTS stream_relay_key (
     single boolean PRIMARY KEY DEFAULT true CHECK (single),
     key text NOT NULL DEFAULT replace(gen_random_uuid()::text || gen_random_uuid()::text, '-', '') CHECK (length(key) >= 32)
@@ -139,7 +140,7 @@ REVOKE ALL ON stream_relay_key FROM PUBLIC;
 INSERT INTO stream_relay_key DEFAULT VALUES ON CONFLICT DO NOTHING;
 
 -- stream_reservation_key: one secret, from which the proofs of reservations are made (stream_prove). Read by that function,
--- which runs with its owner's rights, and by daemons. It must stay the same while ids are reserved: with another one the
+-- which runs with its owner's rights, and by daemons. It must stay the same while ids are reserved: with another secret the
 -- daemons would not know the locks that are held. Written by the installation.
 CREATE TABLE IF NOT EXISTS stream_reservation_key (
     single boolean PRIMARY KEY DEFAULT true CHECK (single),
@@ -151,10 +152,10 @@ REVOKE ALL ON stream_reservation_key FROM PUBLIC;
 INSERT INTO stream_reservation_key DEFAULT VALUES ON CONFLICT DO NOTHING;
 
 -- stream_daemon: one row for each daemon of this database. It sends a beat every few seconds and removes its row when it
--- stops; a row without a beat is of a daemon that was killed, or that cannot reach Postgres. Only Postgres' clock takes
--- part, and nothing but what operators are shown depends on it. `host` is where Postgres sees the daemon; NULL: a socket.
--- Written by stream_daemon_beat and stream_daemon_leave, read by stream_daemons. UNLOGGED: after a crash of Postgres the
--- daemons write it anew.
+-- stops; a row without a beat belongs to a daemon that was killed, or that cannot reach Postgres. Only the clock of
+-- Postgres takes part, and nothing depends on it but lists for operators. `host` is the address of the daemon as Postgres
+-- sees it; NULL: a Unix socket. Written by stream_daemon_beat and stream_daemon_leave, read by stream_daemons. UNLOGGED:
+-- after a crash of Postgres the daemons write it anew.
 CREATE UNLOGGED TABLE IF NOT EXISTS stream_daemon (
     id uuid PRIMARY KEY,
     name text NOT NULL,                       -- --server-name

@@ -1,7 +1,8 @@
--- The writers of a stream: their numbers, which of them are idle, and how they are retired.
+-- The writers of a stream: their numbers, idle writers, and how writers are retired.
 
--- stream_writers_ensure(number, names): gives each writer of a stream its small number, the next one to a new name. One
--- that was retired keeps its number and is retired no more. Returns the numbers of those asked for. Names are brought into the form of stream_instance(). Writes stream_writer.
+-- stream_writers_ensure(number, names): gives each writer of a stream its small number, and the next number to a new name.
+-- A writer that was retired keeps its number and is retired no more. Returns the numbers of the given writers. Names are
+-- brought into the form of stream_instance(). Writes stream_writer.
 CREATE OR REPLACE FUNCTION stream_writers_ensure(stream_number integer, names text[])
 RETURNS TABLE (writer text, writer_number integer)
 LANGUAGE plpgsql AS $$
@@ -26,9 +27,9 @@ BEGIN
 END
 $$;
 
--- stream_writers_discover(s): gives numbers to the writers of the newest 100,000 rows: enough for those that are alive,
--- and bounded. Others get theirs when they write again; so do those beyond the number that a daemon lists. Where there
--- are no rows, and without an instance column, there is one: master.
+-- stream_writers_discover(s): gives numbers to the writers of the newest 100,000 rows: enough for writers that are alive,
+-- and bounded. Other writers get a number when they write again; so do writers beyond the number that a daemon lists.
+-- Without rows, and without an instance column, there is one writer: master.
 CREATE OR REPLACE FUNCTION stream_writers_discover(s stream) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -43,8 +44,8 @@ BEGIN
 END
 $$;
 
--- stream_writers(name): all writers of a stream, and what was published of each: its own position where that is ahead,
--- else that of all writers together. Raises RS001.
+-- stream_writers(name): all writers of a stream, and the published position of each: its own position where that is ahead,
+-- else the position of all writers together. Raises RS001.
 CREATE OR REPLACE FUNCTION stream_writers(
     name text, OUT number integer, OUT writer text, OUT "position" bigint, OUT created_at timestamptz,
     OUT retired_at timestamptz
@@ -59,9 +60,10 @@ LANGUAGE sql STABLE AS $$
 $$;
 COMMENT ON FUNCTION stream_writers(text) IS 'All writers of a stream and their positions';
 
--- stream_writer_holder(s, names): a transaction that may yet commit rows of one of these writers (NULL: of any), and how it is
--- ended; NULLs where there is none. That is: one that has written to the table, or holds ids of a reserved stream, and is
--- prepared (the name of its session is not known any more), or of a session that is called after no other writer.
+-- stream_writer_holder(s, names): a transaction that may yet commit rows of one of these writers (NULL: of any writer), and
+-- how it is ended; NULLs where there is none. Such a transaction has written to the table, or holds ids of a reserved
+-- stream, and is prepared (the name of its session is not known any more) or belongs to a session that is called after no
+-- other writer.
 CREATE OR REPLACE FUNCTION stream_writer_holder(s stream, names text[], OUT holder text, OUT remedy text)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -104,8 +106,8 @@ BEGIN
 END
 $$;
 
--- stream_writers_idle(name, since): the writers that are not retired and have no row above the id `since`. Where that is
--- all of them, the first is left out: a stream keeps one. Raises RS001.
+-- stream_writers_idle(name, since): the writers that are not retired and have no row above the id `since`. Where these are
+-- all writers, the first is left out: a stream keeps one writer. Raises RS001.
 CREATE OR REPLACE FUNCTION stream_writers_idle(name text, since bigint, OUT writer text) RETURNS SETOF text
 LANGUAGE sql STABLE AS $$
     WITH busy (name) AS MATERIALIZED (
@@ -122,11 +124,11 @@ $$;
 COMMENT ON FUNCTION stream_writers_idle(text, bigint) IS 'Writers without a row above an id';
 
 -- stream_writers_retire(name, names, quiet): these writers are listed to readers no more, until they write again. Their
--- numbers stay taken, so that tokens which name them keep their meaning. All are retired or none; returns how many were
--- not retired yet. Refuses (RS002) a name that is not a writer's, one that has rows above the published position or wrote
--- within the last `quiet` seconds, one that a session with an open transaction is called after, any while a transaction
--- is open or prepared that may have rows of it (stream_writer_holder), and the last that is left.
--- Raises RS001. Writes stream_writer.
+-- numbers stay taken, so that tokens which name them keep their meaning. All are retired or none; returns how many were not
+-- retired yet. Refuses (RS002) a name that no writer has, a writer that has rows above the published position or wrote
+-- within the last `quiet` seconds, a writer after which a session with an open transaction is called, any writer while a
+-- transaction is open or prepared that may have rows of it (stream_writer_holder), and the last writer that is left. Raises
+-- RS001. Writes stream_writer.
 CREATE OR REPLACE FUNCTION stream_writers_retire(
     name text, names text[], quiet float8 = 60, at timestamptz = clock_timestamp()
 ) RETURNS integer

@@ -61,10 +61,10 @@ END
 $$;
 COMMENT ON FUNCTION tube_backfill_step2(interval) IS 'Second step of a backfill: wait for transactions in flight';
 
--- tube_attached(tube, tbl, order_col): the attachment of a backfill. Raises RT001, and RT005 if the table is not
--- attached, or has no such column or one that cannot be sorted. Locks the attachment's row, so that only one backfill of it starts at a time. Before
--- that it locks the tube's row and the table, in the same order as the functions that drop tubes and triggers. Writes
--- nothing.
+-- tube_attached(tube, tbl, order_col): the attachment of a backfill. Raises RT001, and RT005 if the table is not attached,
+-- or has no such column, or if the column cannot be sorted. Locks the attachment's row, so that only one backfill of it
+-- starts at a time. Before that it locks the tube's row and the table, in the same order as the functions that drop tubes
+-- and triggers. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_attached(tube text, tbl regclass, order_col text) RETURNS tube_attachment
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -123,8 +123,8 @@ END
 $$;
 
 -- tube_control_removal_sql(tube, condition): the statement that deletes the control pods p for which the condition is true.
--- It leaves those that a worker is acking: they go with the ack, and whoever waited for one could hold what the worker
--- waits for next. Writes nothing itself.
+-- It leaves control pods that a worker is acking: they go with the ack, and a session that waited for such a pod could hold
+-- a lock for which the worker waits next. Writes nothing itself.
 CREATE OR REPLACE FUNCTION tube_control_removal_sql(tube text, condition text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT format('DELETE FROM %1$I WHERE ctid = ANY (ARRAY('
@@ -174,10 +174,9 @@ BEGIN
 END
 $$;
 
--- tube_backfill_begin(a, start_seq, order_col, shard, shards): records a new backfill and marks its beginning in
--- shards. Returns false, and writes nothing, if one is running. Raises RT005. Writes tube_backfill and the tube. It
--- locks the tube for writing before it reads it: raising a read lock later could deadlock with the replacement of an
--- index.
+-- tube_backfill_begin(a, start_seq, order_col, shard, shards): records a new backfill and marks its beginning in shards.
+-- Returns false, and writes nothing, if a backfill is running. Raises RT005. Writes tube_backfill and the tube. It locks
+-- the tube for writing before it reads it: raising a read lock later could deadlock with the replacement of an index.
 CREATE OR REPLACE FUNCTION tube_backfill_begin(
     a tube_attachment, start_seq text, order_col text, shard integer, shards integer[]
 ) RETURNS boolean
@@ -446,9 +445,9 @@ END
 $$;
 COMMENT ON FUNCTION tube_backfill_cancel(text, integer, integer) IS 'Cancels backfills of a range of shards';
 
--- tube_backfills(of_tube): the backfills of one tube or (NULL) of all that are scheduled or have begun and not finished: the
--- table, the shard, the order, the state (scheduled or running), how many ids are in the tube and how many there are
--- about. Scheduled backfills of a tube whose table cannot be read are left out. Writes nothing.
+-- tube_backfills(of_tube): the backfills of one tube or (NULL) of all tubes, if they are scheduled, or have begun and not
+-- finished: the table, the shard, the order, the state (scheduled or running), how many ids are in the tube and how many
+-- there are about. Scheduled backfills of a tube whose table cannot be read are left out. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfills(of_tube text = NULL) RETURNS TABLE (
     tube text, tbl text, shard integer, order_col text, state text, ids bigint, approx_ids bigint
 )

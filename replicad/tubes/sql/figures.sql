@@ -1,4 +1,4 @@
--- What tubes there are, and how many pods wait in each.
+-- The list of tubes, and how many pods wait in each tube.
 
 -- tube_list(tbl): the tubes and the tables attached to them, or the tubes of one table. A tube without tables has
 -- NULLs. table_predicate and routing are the expressions of the attachment. unattached are partitions of the table that
@@ -33,12 +33,11 @@ EXCEPTION WHEN OTHERS THEN
 END
 $$;
 
--- tube_figures(t, exact): what is in each partition of a tube, a row for each kind of pods (backfill or not): their
+-- tube_figures(t, exact): the pods in each partition of a tube, a row for each kind of pods (backfill or not): their
 -- number, their ids, how many are control pods, and the lowest and highest seq with their times. The cost is bounded: one
 -- pass over the table if it has at most exact / 4 pages. Otherwise up to exact / 2 / partitions pods of each partition and
--- kind are counted, and where there are more, all are estimated from a sample of exact / 10 pages: estimated is true
--- then. So dead pods that VACUUM may not remove cost nothing while few wait. Seqs and times are always exact. Writes
--- nothing.
+-- kind are counted, and where there are more, all are estimated from a sample of exact / 10 pages: estimated is true then.
+-- So dead pods that VACUUM may not remove cost nothing while few wait. Seqs and times are always exact. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_figures(t tube_registry, exact integer) RETURNS TABLE (
     partition integer, backfill boolean, pods bigint, ids bigint, control bigint,
     min_seq bigint, max_seq bigint, min_ts timestamptz, max_ts timestamptz, estimated boolean
@@ -103,9 +102,9 @@ BEGIN
 END
 $$;
 
--- tube_stats_of(name, exact): one row per partition of a tube. inc_ columns are about regular pods, backfill_ columns
--- about pods of op B. Control pods count in one of them and in control_count. Times are those of the pods with the lowest and
--- highest seq. shards are those of attached tables in the partition. inc_ids and backfill_ids count ids. If the
+-- tube_stats_of(name, exact): one row per partition of a tube. inc_ columns are about regular pods, backfill_ columns about
+-- pods of op B. Control pods count in one of the two groups and in control_count. Times belong to the pods with the lowest
+-- and highest seq. shards are the shards of attached tables in the partition. inc_ids and backfill_ids count ids. If the
 -- tube's table has more than exact / 4 pages (20 MB by default), numbers of more than exact / 2 / partitions pods, and of
 -- their ids, are estimated from a sample of exact / 10 pages, and estimated is true; all else is exact. If the table cannot
 -- be read, these columns are NULL. Raises RT001. Writes nothing.
@@ -137,7 +136,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_stats_of(text, integer) IS 'What is in each partition of a tube';
 
--- tube_stats(exact): the same for all tubes, by name and partition.
+-- tube_stats(exact): as tube_stats_of, for all tubes, by name and partition.
 CREATE OR REPLACE FUNCTION tube_stats(exact integer = 10000) RETURNS TABLE (
     tube text, predicate text, partition integer, shards integer[],
     inc_count bigint, inc_min_seq bigint, inc_max_seq bigint, inc_min_ts timestamptz, inc_max_ts timestamptz,

@@ -1,7 +1,7 @@
 -- The leases of partitions, and how pods are acknowledged under a lease (docs/leases.md).
 
--- tube_term_next(): a new term, higher than all before: the next number of tube_term_seq, and 24 random bits below it.
--- So a client that was not told a term cannot guess it, and nobody meets another's lease by a number that he got wrong.
+-- tube_term_next(): a new term, higher than all before: the next number of tube_term_seq, and 24 random bits below it. So a
+-- client that did not get a term cannot guess it, and a wrong number does not match the lease of another client.
 CREATE OR REPLACE FUNCTION tube_term_next() RETURNS bigint
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT nextval('tube_term_seq') << 24 | ('x' || right(gen_random_uuid()::text, 6))::bit(24)::bigint
@@ -99,9 +99,8 @@ BEGIN
 END
 $$;
 
--- tube_lease_check(tube, partitions, partition, term): true if a lease with that term is of the partition or of one
--- that contains it. Raises RT002. It is part of the statement that reads, so that both use one snapshot. Writes
--- nothing.
+-- tube_lease_check(tube, partitions, partition, term): true if a lease with that term covers the partition. Raises RT002.
+-- It is part of the statement that reads, so that both use one snapshot. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_lease_check(tube text, partitions integer, partition integer, term bigint)
 RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
@@ -117,8 +116,8 @@ BEGIN
 END
 $$;
 
--- tube_lease_hold(tube, partitions, partition, term): the same; until the transaction ends the lease cannot be removed,
--- but it can be renewed. Raises RT002. Locks the lease's row.
+-- tube_lease_hold(tube, partitions, partition, term): as tube_lease_check. Until the transaction ends the lease cannot be
+-- removed, but it can be renewed. Raises RT002. Locks the lease's row.
 CREATE OR REPLACE FUNCTION tube_lease_hold(tube text, partitions integer, partition integer, term bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN

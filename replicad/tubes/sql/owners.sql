@@ -56,7 +56,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     LIMIT 1
 $$;
 
--- tube_reader_ensure(tbl): makes the reader of the table's owner, if one is needed and there is none. Raises RT005.
+-- tube_reader_ensure(tbl): makes the reader of the table's owner, if it is needed and absent. Raises RT005.
 CREATE OR REPLACE FUNCTION tube_reader_ensure(tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

@@ -4,11 +4,11 @@
 -- with priority 0 for regular and 1 for backfill pods. Raises RT005 if its name is taken. Writes indexes of the tube.
 --
 -- One index serves all partitions and both priorities, so that the cost of an insert does not depend on the number of
--- partitions (a partial index for each pair costs every insert about 1 us). No statistics are gathered for it and for
--- seq: those of a queue are wrong a minute later, and with them the planner sorts a whole partition to return its first
--- pods. Without statistics it expects few rows and uses the index. The index of another number of partitions is
--- dropped. While readers have the table locked, the DROP would make them and all writers wait. So it gives up after
--- half a second (before the deadlock check of other waiting transactions), and the index stays until the next call.
+-- partitions (a partial index for each pair costs every insert about 1 us). No statistics are gathered for it and for seq:
+-- the statistics of a queue are wrong a minute later, and with them the planner sorts a whole partition to return its first
+-- pods. Without statistics it expects few rows and uses the index. The index of another number of partitions is dropped.
+-- While readers have the table locked, the DROP would make them and all writers wait. So it gives up after half a second
+-- (before the deadlock check of other waiting transactions), and the index stays until the next call.
 CREATE OR REPLACE FUNCTION tube_index_ensure(tube text, partitions integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -161,8 +161,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ' FROM (SELECT gone.shard, count(*) AS pods FROM gone GROUP BY gone.shard) AS counted', deletion)
 $$;
 
--- tube_remove(tube, partitions, partition, seqs): deletes those of the pods that belong to the partition, without any
--- check; returns how many. Writes the tube and tube_shard.
+-- tube_remove(tube, partitions, partition, seqs): deletes the pods that belong to the partition, without any check; returns
+-- how many. Writes the tube and tube_shard.
 CREATE OR REPLACE FUNCTION tube_remove(tube text, partitions integer, partition integer, seqs bigint[]) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -200,9 +200,9 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
         WHERE NOT EXISTS (SELECT FROM tube_shard k WHERE k.tube = $1 AND k.shard = s)
 $$;
 
--- tube_shards_past(a): the shards of which a downstream may hold rows of this table, if it has a routing; else none.
--- These are the shards of the table's last backfill, and all of the tube but those that are the constant shard of
--- another table. Writes nothing.
+-- tube_shards_past(a): the shards of which a downstream may hold rows of this table, if it has a routing; else none. These
+-- are the shards of the table's last backfill, and all shards of the tube but the constant shards of other tables. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION tube_shards_past(a tube_attachment) RETURNS integer[]
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT coalesce(array_agg(past.shard ORDER BY past.shard), '{}')

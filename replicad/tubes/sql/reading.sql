@@ -260,12 +260,11 @@ BEGIN
 END
 $$;
 
--- tube_short_sql(tube, partitions): the statement, to be prepared, that reads the next pods of one of the tube's own
--- partitions if they are few and small: a row for each, with its priority, seq, number of ids and finished line, regular
--- pods first, each priority by seq. Its parameters: the partition, the term, after_regular, after_backfill, the tube's
--- position, the most pods, the most bytes of their ids and payloads.
--- One row without a pod: there is none; held is false if the term does not hold the partition, or the tube has another
--- number of partitions. No line: there are more pods or bytes. Writes nothing.
+-- tube_short_sql(tube, partitions): the statement, to be prepared, that reads the next pods of a partition of the tube if
+-- they are few and small: a row for each, with its priority, seq, number of ids and finished line, regular pods first, each
+-- priority by seq. Its parameters: the partition, the term, after_regular, after_backfill, the tube's position, the most
+-- pods, the most bytes of their ids and payloads. One row without a pod: there is none; held is false if the term does not
+-- hold the partition, or the tube has another number of partitions. No line: there are more pods or bytes. Writes nothing.
 --
 -- It is for workers that wait: a plan and a COPY for each of their pods would take ten times as long. A prepared
 -- statement is not planned again as the tube grows, so it is for sessions without sequential scans and sorts.
@@ -316,10 +315,9 @@ $$;
 -- All numbers are big-endian. The statement raises RT002 if term does not hold the partition when it runs. The range
 -- may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
 --
--- ids are stored PLAIN, so those of a pod fit into a page, and $2 bounds a row; the size of payloads has no bound.
--- There are few and wide aggregates, because each costs a call per pod. Rows have less than 64 kB: with rows of 1 MB
--- the statement takes nearly twice as long, because malloc returns memory to the system and gets it again four times a
--- row.
+-- ids are stored PLAIN, so the ids of a pod fit into a page, and $2 bounds a row; the size of payloads has no bound. There
+-- are few and wide aggregates, because each costs a call per pod. Rows have less than 64 kB: with rows of 1 MB the
+-- statement takes nearly twice as long, because malloc returns memory to the system and gets it again four times a row.
 CREATE OR REPLACE FUNCTION tube_columns_sql(
     tube text, partitions integer, partition integer, term bigint,
     backfill boolean, after bigint, upto bigint, payload boolean = false

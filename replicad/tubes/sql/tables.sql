@@ -29,9 +29,9 @@ CREATE TABLE IF NOT EXISTS tube_attachment (
 );
 COMMENT ON TABLE tube_attachment IS 'replicad: which tables touch which tubes; use tube_table_ensure_attached()';
 
--- tube_lease: the holder of each partition, who may read and ack it. Written by tube_lease_claim, _renew and _release.
--- tube_term_seq numbers terms and beats. No number is used twice: a changed beat shows without any clock that the
--- holder is alive, and no new lease has an old term (tube_term_next).
+-- tube_lease: the holder of each partition, which may read and ack it. Written by tube_lease_claim, _renew and _release.
+-- tube_term_seq numbers terms and beats. No number is used twice: a changed beat shows without any clock that the holder is
+-- alive, and no new lease has an old term (tube_term_next).
 CREATE SEQUENCE IF NOT EXISTS tube_term_seq;
 COMMENT ON SEQUENCE tube_term_seq IS 'replicad: terms and beats of all leases';
 
@@ -106,11 +106,11 @@ CREATE TABLE IF NOT EXISTS tube_shard (
 CREATE INDEX IF NOT EXISTS tube_shard_noted ON tube_shard (tube, shard);
 COMMENT ON TABLE tube_shard IS 'replicad: the shards of which a downstream may hold rows';
 
--- tube_low: low-water marks. A partition has no pod of that kind at or below seq, and none can appear there, so every
--- read begins behind it. Otherwise a read from the start passes all index entries of pods that were acked and that
--- VACUUM may not remove yet, because some transaction holds an old snapshot. Written by tube_low_raise.
--- It is changed once in thousands of acks, since its own old rows stay as long as those of the pods. There is no foreign
--- key: an ack must not wait for who alters the tube.
+-- tube_low: low-water marks. A partition has no pod of that kind at or below seq, and none can appear there, so every read
+-- begins behind it. Otherwise a read from the start passes all index entries of pods that were acked and that VACUUM may
+-- not remove yet, because some transaction holds an old snapshot. Written by tube_low_raise. It is changed once in
+-- thousands of acks, since its own old rows stay as long as the old rows of the pods. There is no foreign key: an ack must
+-- not wait for a session that alters the tube.
 CREATE TABLE IF NOT EXISTS tube_low (
     tube text NOT NULL,
     partitions integer NOT NULL,

@@ -1,9 +1,9 @@
 -- The triggers that note changes of attached tables, and their functions: one for each tube, predicate and owner.
 
--- tube_noted_sql(tube, insertion): an INSERT of a trigger function with a comment. Writes nothing itself.
--- A column that the statement names may be renamed, dropped or get another type. Then each write of the table fails, and
--- Postgres shows the statement. So whoever writes learns what to do. A write that succeeds pays nothing for it; a block
--- with EXCEPTION would cost each of them a subtransaction.
+-- tube_noted_sql(tube, insertion): an INSERT of a trigger function with a comment. Writes nothing itself. A column that the
+-- statement names may be renamed, dropped or get another type. Then each write of the table fails, and Postgres shows the
+-- statement. So whoever writes learns what to do. A write that succeeds pays nothing for it; a block with EXCEPTION would
+-- cost each write a subtransaction.
 CREATE OR REPLACE FUNCTION tube_noted_sql(tube text, insertion text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT E'\n        INSERT ' || format(
@@ -151,9 +151,9 @@ BEGIN
 END
 $$;
 
--- tube_truncate_trigger(tube): BEFORE TRUNCATE trigger of attached tables; touches every id of the table as deleted.
--- Writes the tube. Postgres fires it for each partition or heir that a TRUNCATE reaches, so each table touches its own
--- rows, and those of partitions or heirs that were created after the attachment and have no trigger yet.
+-- tube_truncate_trigger(tube): BEFORE TRUNCATE trigger of attached tables; touches every id of the table as deleted. Writes
+-- the tube. Postgres fires it for each partition or heir that a TRUNCATE reaches, so each table touches its own rows, and
+-- the rows of partitions or heirs that were created after the attachment and have no trigger yet.
 --
 -- It reads the table with the rights of the table's owner. If row security would hide rows, it fails instead of missing them.
 --
@@ -271,9 +271,9 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
                 AND g.tgargs = convert_to($1, getdatabaseencoding()) || decode('00', 'hex'))
 $$;
 
--- tube_triggers_ensure(tube, tbl, function, shard): makes the tube have exactly one trigger for each event on one table:
--- it keeps one that is as wanted, whatever its name, or replaces one, drops others, and creates what is
--- missing, under another name if a trigger that is not the tube's has its name. Writes triggers.
+-- tube_triggers_ensure(tube, tbl, function, shard): makes the tube have exactly one trigger for each event on one table: it
+-- keeps a trigger that is as wanted, whatever its name, or replaces it, drops others, and creates missing triggers, under
+-- another name if a trigger that does not belong to the tube has its name. Writes triggers.
 CREATE OR REPLACE FUNCTION tube_triggers_ensure(tube text, tbl regclass, function text, shard integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

@@ -241,6 +241,21 @@ LANGUAGE sql STABLE AS $$
     ) notes
 $$;
 
+-- stream_stray_fault(s): the ids may belong to rows of another table, or come from elsewhere: the first of the faults
+-- stream_name_fault, stream_feed_fault and stream_ids_fault; NULLs where there is none.
+CREATE OR REPLACE FUNCTION stream_stray_fault(s stream, OUT problem text, OUT remedy text)
+LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    SELECT f.problem, f.remedy INTO problem, remedy FROM stream_name_fault(s) f;
+    IF problem IS NULL THEN
+        SELECT f.problem, f.remedy INTO problem, remedy FROM stream_feed_fault(s) f;
+    END IF;
+    IF problem IS NULL THEN
+        SELECT f.problem, f.remedy INTO problem, remedy FROM stream_ids_fault(s) f;
+    END IF;
+END
+$$;
+
 -- stream_fault(s): why a registered stream can no longer be served, with the remedy; NULL where it can.
 -- Tables and sequences change after they were registered.
 CREATE OR REPLACE FUNCTION stream_fault(s stream) RETURNS text
@@ -263,13 +278,7 @@ BEGIN
     END IF;
     SELECT * INTO fault FROM stream_sequence_fault(s.sequence, s.method);
     IF fault.problem IS NULL THEN
-        SELECT * INTO fault FROM stream_name_fault(s);
-    END IF;
-    IF fault.problem IS NULL THEN
-        SELECT * INTO fault FROM stream_feed_fault(s);
-    END IF;
-    IF fault.problem IS NULL THEN
-        SELECT * INTO fault FROM stream_ids_fault(s);
+        SELECT * INTO fault FROM stream_stray_fault(s);
     END IF;
     IF fault.problem IS NULL THEN
         SELECT * INTO fault FROM stream_question_of(s);
@@ -278,8 +287,8 @@ BEGIN
 END
 $$;
 
--- stream_strayed(number): the part of stream_fault that a poll asks for: ids may belong to rows of another table, or come
--- from elsewhere. NULL where that is not so, or there is no such stream.
+-- stream_strayed(number): stream_stray_fault as one sentence, for a poll. NULL where there is no such fault, or no such
+-- stream.
 CREATE OR REPLACE FUNCTION stream_strayed(stream_number integer) RETURNS text
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
@@ -287,13 +296,7 @@ DECLARE
     fault record;
 BEGIN
     SELECT * INTO s FROM stream x WHERE x.number = stream_number;
-    SELECT * INTO fault FROM stream_name_fault(s);
-    IF fault.problem IS NULL THEN
-        SELECT * INTO fault FROM stream_feed_fault(s);
-    END IF;
-    IF fault.problem IS NULL THEN
-        SELECT * INTO fault FROM stream_ids_fault(s);
-    END IF;
+    SELECT * INTO fault FROM stream_stray_fault(s);
     RETURN fault.problem || '; ' || fault.remedy;
 END
 $$;

@@ -14,7 +14,7 @@ from replicad.config.access import Client, Verbs, parse_name, read_access
 from replicad.config.browser_tokens import AUDIENCE, LIFE, Claims, sign
 from replicad.config.declaring import WHOLE
 from replicad.errors import EnvironmentRefused, UsageError
-from replicad.terminal.command import ReplicadGroup, Value, option
+from replicad.terminal.command import ReplicadGroup, ValueType, option
 from replicad.terminal.output import echo
 
 _BYTES = 32  # of randomness in a secret: 43 characters
@@ -117,7 +117,9 @@ Example:
     required=True,
     help="The secret that --browser-key of the daemon names, or the private key (PEM) of its public key.",
 )
-@option("--minutes", type=Value(WHOLE, 1, int(LIFE) // 60), default=15, show_default=True, help="How long it is valid.")
+@option(
+    "--minutes", type=ValueType(WHOLE, 1, int(LIFE) // 60), default=15, show_default=True, help="How long it is valid."
+)
 @option("--audience", metavar="NAME", default=AUDIENCE, show_default=True, help="replicad, or the name of one daemon.")
 @option(
     "--out",

@@ -10,7 +10,7 @@ from click.shell_completion import get_completion_class
 
 from replicad.config.declaring import one_of
 from replicad.errors import EnvironmentRefused
-from replicad.terminal.command import ReplicadCommand, Value, option
+from replicad.terminal.command import ReplicadCommand, ValueType, option
 from replicad.terminal.output import echo
 
 VARIABLE = "_REPLICAD_COMPLETE"  # the variable by which the shell asks click for completions
@@ -26,7 +26,7 @@ Examples:
   replicad completion bash --install
   source <(replicad completion bash)""",
 )
-@click.argument("shell", type=Value(one_of(*SHELLS)))
+@click.argument("shell", type=ValueType(one_of(*SHELLS)))
 @option("--install", is_flag=True, help="Write the script where the shell finds it, in your own account.")
 def command(shell: str, install: bool) -> None:
     """Print the script with which a shell completes the commands and options of replicad; --install writes it.

@@ -9,7 +9,7 @@ import click
 from replicad.config.declaring import one_of
 from replicad.errors import UsageError
 from replicad.postgres.schema_text import declarations
-from replicad.terminal.command import ReplicadGroup, Value, option
+from replicad.terminal.command import ReplicadGroup, ValueType, option
 from replicad.terminal.output import echo
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PARTS = tuple(declarations())
 
-_parts = click.argument("parts", nargs=-1, type=Value(one_of(*PARTS)))
+_parts = click.argument("parts", nargs=-1, type=ValueType(one_of(*PARTS)))
 _schema = option(
     "--schema", metavar="SCHEMA", help="Schema to work in. Default: tube for tubes, replicad for the others."
 )

@@ -19,7 +19,7 @@ from replicad.config.settings import DatabaseSettings, colour_allowed, read_sett
 from replicad.errors import ReplicadError
 from replicad.operations.island import Island, Picture
 from replicad.operations.screen import Line, render
-from replicad.terminal.command import ReplicadCommand, Value, json_option, option
+from replicad.terminal.command import ReplicadCommand, ValueType, json_option, option
 from replicad.terminal.database import database_url, run_async
 from replicad.terminal.failures import DONE, exit_of
 from replicad.terminal.output import as_json_line, echo
@@ -32,14 +32,14 @@ WIDE = 1000  # columns of an output that is no terminal: nothing is cut
 @option("--once", is_flag=True, help="Print once and end. This is the default if the output is not a terminal.")
 @option(
     "--interval",
-    type=Value(SECONDS, 0.2, 3600),
+    type=ValueType(SECONDS, 0.2, 3600),
     default="2",
     show_default=True,
     help="Time between two looks.",
 )
 @option(
     "--warn",
-    type=Value(SECONDS),
+    type=ValueType(SECONDS),
     default="60",
     show_default=True,
     help="Mark rows and pods that have waited for longer than this.",

@@ -8,12 +8,14 @@ import click
 
 from replicad.config.declaring import SECONDS, WHOLE
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadGroup, Value, database_options, json_option, option
+from replicad.terminal.command import ReplicadGroup, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.output import echo, print_rows
 
-_limit_option = option("--limit", type=Value(WHOLE, 1, 1_000_000), default=1000, show_default=True, help="Most rows.")
-_GRACE = Value(SECONDS, 0, 86_400)
+_limit_option = option(
+    "--limit", type=ValueType(WHOLE, 1, 1_000_000), default=1000, show_default=True, help="Most rows."
+)
+_GRACE = ValueType(SECONDS, 0, 86_400)
 
 
 @click.group("presence", cls=ReplicadGroup, short_help="Online users, as workers report them by USER_SYNC.")
@@ -46,12 +48,12 @@ Examples:
 )
 @option(
     "--ttl",
-    type=Value(SECONDS, 0.3, 3_600),
+    type=ValueType(SECONDS, 0.3, 3_600),
     help="A daemon without a beat for this time counts as ended. [default: 15s]",
 )
 @option(
     "--ip-retention",
-    type=Value(SECONDS, 1, 10 * 366 * 86_400),
+    type=ValueType(SECONDS, 1, 10 * 366 * 86_400),
     help="How long USER_IP is kept. [default: 28d]",
 )
 @database_options

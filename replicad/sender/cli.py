@@ -25,7 +25,7 @@ from replicad.sender.signing import derive
 from replicad.terminal.command import (
     ReplicadCommand,
     ReplicadGroup,
-    Value,
+    ValueType,
     database_options,
     json_option,
     option,
@@ -204,7 +204,7 @@ async def _stop_on_signal(sender: Sender) -> None:
             sender.stop()
 
 
-_IDS = Value(WHOLE, 1, MAX_INTEGER)
+_IDS = ValueType(WHOLE, 1, MAX_INTEGER)
 _WIDEST = 60  # characters of a destination in the table: a name may have a thousand, and would move all columns
 _COLUMNS = ["id", "parked_at", "stream", "destination", "kind", "token", "replaying", "reason"]
 
@@ -230,7 +230,7 @@ def _choice(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @parked.command("list")
-@option("--limit", type=Value(WHOLE, 1, 1_000_000), default=1000, help="The oldest, so many. Default: 1000.")
+@option("--limit", type=ValueType(WHOLE, 1, 1_000_000), default=1000, help="The oldest, so many. Default: 1000.")
 @json_option
 @_choice
 def list_parked(stream: str | None, destination: str | None, limit: int, as_json: bool, **options: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from replicad.config.declaring import WHOLE
-from replicad.terminal.command import ReplicadGroup, Value, database_options, json_option, option
+from replicad.terminal.command import ReplicadGroup, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.output import as_json_line, echo, print_rows, table
 
@@ -35,7 +35,7 @@ def command() -> None:
 @_stream
 @option(
     "--slots",
-    type=Value(WHOLE, 1, _MOST_SLOTS),
+    type=ValueType(WHOLE, 1, _MOST_SLOTS),
     default=256,
     show_default=True,
     metavar="N",

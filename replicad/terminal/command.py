@@ -57,7 +57,7 @@ class SectionOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The option and its help, with the range of its values."""
         record = super().get_help_record(ctx)
-        if record is None or not isinstance(self.type, Value) or not self.type.key.range:
+        if record is None or not isinstance(self.type, ValueType) or not self.type.key.range:
             return record
         return record[0], f"{record[1]} [{self.type.key.range}]"
 
@@ -227,7 +227,7 @@ database_options = settings_options(DatabaseSettings)
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object per line instead of a table.")
 
 
-class Value(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click only
+class ValueType(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click only
     """The type of an option or argument that is no setting: a kind of value, and perhaps a range."""
 
     def __init__(self, kind: ValueKind, low: float | None = None, high: float | None = None) -> None:

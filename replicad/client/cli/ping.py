@@ -12,7 +12,7 @@ import click
 from replicad.config.declaring import SECONDS
 from replicad.config.settings import Address, ClientSettings, read_settings
 from replicad.errors import ConnectionLost, NotAuthorised, RemoteError, UsageError
-from replicad.terminal.command import ReplicadCommand, Value, option, settings_options
+from replicad.terminal.command import ReplicadCommand, ValueType, option, settings_options
 from replicad.terminal.output import echo
 
 _LONGEST_GREETING = 4096  # bytes; SERVER and a name
@@ -24,7 +24,7 @@ _LONGEST_ANSWER = 65536  # bytes; HELP, or an ERROR
 @settings_options(ClientSettings)
 @option(
     "--timeout",
-    type=Value(SECONDS),
+    type=ValueType(SECONDS),
     default="5",
     show_default=True,
     help="How long to wait for the answer.",

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from replicad.config.declaring import WHOLE
 from replicad.config.settings import ClientSettings, read_settings
 from replicad.errors import UsageError
-from replicad.terminal.command import CommandRun, ReplicadCommand, Value, option, settings_options
+from replicad.terminal.command import CommandRun, ReplicadCommand, ValueType, option, settings_options
 from replicad.terminal.failures import one_line, say
 from replicad.terminal.output import echo
 
@@ -47,7 +47,7 @@ Examples:
 @option(
     "--linear", is_flag=True, help="In ascending order over all writers, each row as soon as none can come before it."
 )
-@option("--count", metavar="N", type=Value(WHOLE, 1), help="End after N rows.")
+@option("--count", metavar="N", type=ValueType(WHOLE, 1), help="End after N rows.")
 @option(
     "--json",
     "as_json",

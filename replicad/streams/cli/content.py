@@ -10,7 +10,7 @@ import click
 
 from replicad.config.declaring import BYTES, WHOLE, one_of
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, Value, database_options, json_option, option
+from replicad.terminal.command import ReplicadCommand, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.output import echo, print_rows
 
@@ -32,7 +32,7 @@ Examples:
   replicad streams skip events 120034 --undo""",
 )
 @_name
-@click.argument("token", required=False, type=Value(WHOLE))
+@click.argument("token", required=False, type=ValueType(WHOLE))
 @option("--yes", is_flag=True, help="Do it. Without it the command only prints what it would do.")
 @option("--reason", metavar="TEXT", help="The reason. Default: what the daemons report about the row.")
 @option("--undo", is_flag=True, help="Put the row back into the stream, for readers that have not passed it.")
@@ -80,7 +80,7 @@ Examples:
   replicad streams alter events --sequence-changed same""",
 )
 @_name
-@option("--max-row", type=Value(BYTES), metavar="BYTES", help=MAX_ROW_HELP)
+@option("--max-row", type=ValueType(BYTES), metavar="BYTES", help=MAX_ROW_HELP)
 @option(
     "--table",
     metavar="SCHEMA.TABLE",
@@ -105,7 +105,7 @@ Examples:
 )
 @option(
     "--sequence-changed",
-    type=Value(one_of("same", "restarted")),
+    type=ValueType(one_of("same", "restarted")),
     help="What a change of the sequence did, where the stream asks for it. same: every row has the id that it had, as "
     "after ALTER COLUMN ... TYPE; readers go on where they are. restarted: ids began again; readers get all rows.",
 )

@@ -12,7 +12,7 @@ from replicad.config.declaring import BYTES, SECONDS, one_of
 from replicad.errors import StreamError, UsageError
 from replicad.streams.cli import writers as stream_writers
 from replicad.streams.cli.content import CONTENT_COMMANDS, MAX_ROW_HELP
-from replicad.terminal.command import ReplicadGroup, Value, database_options, json_option, option
+from replicad.terminal.command import ReplicadGroup, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.failures import say
 from replicad.terminal.output import as_json_line, echo, print_rows
@@ -65,7 +65,7 @@ Examples:
 )
 @option(
     "--method",
-    type=Value(one_of("lock_watch", "reservation", "positions_table")),
+    type=ValueType(one_of("lock_watch", "reservation", "positions_table")),
     default="lock_watch",
     show_default=True,
     metavar="METHOD",
@@ -74,7 +74,7 @@ Examples:
 )
 @option("--positions-table", metavar="SCHEMA.TABLE", help="With positions_table: where the writers publish.")
 @option("--sequence", metavar="SCHEMA.NAME", help="Sequence of the ids, where it does not belong to the column.")
-@option("--max-row", type=Value(BYTES), default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
+@option("--max-row", type=ValueType(BYTES), default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
 @database_options
 def add(
     *, name: str, table: str, id_column: str, instance_column: str | None, row: str | None, method: str,
@@ -206,7 +206,7 @@ Examples:
 @option("--before", metavar="TOKEN", help="Remove the rows up to this token.")
 @option(
     "--older-than",
-    type=Value(SECONDS),
+    type=ValueType(SECONDS),
     help="Remove rows that were published longer ago than this, such as 90m or 7d.",
 )
 @option(

@@ -8,7 +8,7 @@ import click
 
 from replicad.config.declaring import SECONDS, WHOLE
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, Value, database_options, json_option, option
+from replicad.terminal.command import ReplicadCommand, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.output import echo, print_rows
 
@@ -30,13 +30,13 @@ Examples:
 @option("--retire", multiple=True, metavar="INSTANCE", help="Retire this writer. May be given several times.")
 @option(
     "--retire-idle-since",
-    type=Value(WHOLE),
+    type=ValueType(WHOLE),
     metavar="TOKEN",
     help="Retire all writers that have no row above this token.",
 )
 @option(
     "--quiet-for",
-    type=Value(SECONDS),
+    type=ValueType(SECONDS),
     default="60",  # as streams.stream_writers.QUIET
     show_default=True,
     help="Retire only writers that have written nothing for this time.",

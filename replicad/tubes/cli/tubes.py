@@ -16,7 +16,7 @@ import click
 from replicad.config.declaring import WHOLE, one_of
 from replicad.errors import TubeRefused, UnknownTube, UsageError
 from replicad.protocol.words import MAX_INTEGER
-from replicad.terminal.command import F, ReplicadGroup, Value, json_option, option
+from replicad.terminal.command import F, ReplicadGroup, ValueType, json_option, option
 from replicad.terminal.failures import say
 from replicad.terminal.output import echo, print_rows
 from replicad.tubes.cli.islands import NoIndex, Tubes, island_options, on_islands, parse_shards, with_island
@@ -45,7 +45,7 @@ def command() -> None:
 @option(
     "--partitions",
     metavar="N",
-    type=Value(WHOLE),
+    type=ValueType(WHOLE),
     default=1,
     show_default=True,
     help="How many workers can share the tube. Each shard belongs to one partition.",
@@ -64,7 +64,9 @@ def create(tube: str, partitions: int, predicate: str | None, **options: Any) ->
 
 @command.command("alter")
 @click.argument("tube")
-@option("--partitions", metavar="N", type=Value(WHOLE), help="The new number of partitions. Workers must claim again.")
+@option(
+    "--partitions", metavar="N", type=ValueType(WHOLE), help="The new number of partitions. Workers must claim again."
+)
 @option("--predicate", metavar="SQL", help="The new predicate.")
 @option("--no-predicate", is_flag=True, help="Remove the predicate: record every row.")
 @island_options
@@ -177,7 +179,7 @@ Examples:
 @option(
     "--shard",
     metavar="N",
-    type=Value(WHOLE),
+    type=ValueType(WHOLE),
     help="Shard of the rows. Default: the number at the end of the name of the table's schema.",
 )
 @shards_option
@@ -281,7 +283,7 @@ def warning_of_mixed(rows: Iterable[Mapping[str, Any]], tube: str) -> str | None
 
 @command.command("purge")
 @click.argument("tube")
-@option("--shard", metavar="N", type=Value(WHOLE), required=True, help="Shard whose table was dropped.")
+@option("--shard", metavar="N", type=ValueType(WHOLE), required=True, help="Shard whose table was dropped.")
 @island_options
 def purge(tube: str, shard: int, **options: Any) -> None:
     """Let the readers of TUBE delete the rows of a shard downstream, after its table was dropped.
@@ -315,11 +317,11 @@ def purge(tube: str, shard: int, **options: Any) -> None:
 _IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
 MOST_WITHOUT_INDEX = 1_000_000  # rows; a larger table is not read and sorted for each 100,000 ids
 _PROGRESS_IDS = 100_000  # ids between two lines about progress
-_OPERATIONS = Value(one_of("I", "U", "D", "T", "B", any_case=True))
+_OPERATIONS = ValueType(one_of("I", "U", "D", "T", "B", any_case=True))
 
 _tube = click.argument("tube")
-_shard = option("--shard", metavar="N", type=Value(WHOLE), required=True, help="Shard of the ids.")
-_numbers = click.argument("numbers", metavar="[NUMBER...]", nargs=-1, type=Value(WHOLE))
+_shard = option("--shard", metavar="N", type=ValueType(WHOLE), required=True, help="Shard of the ids.")
+_numbers = click.argument("numbers", metavar="[NUMBER...]", nargs=-1, type=ValueType(WHOLE))
 _everything = option("--all", "everything", is_flag=True, help="All parked ids.")
 
 

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 import trio
 
+from replicad.config.access import parse_ip
 from replicad.config.settings import Address
 from replicad.errors import EnvironmentRefused
 
 BACKLOG = 4096  # a thousand workers that reconnect at once must not be refused
 QUEUES = 16  # of one address, a power of two: beside some attackers, most other addresses share a queue with none
-FILES = 2 * QUEUES + 1  # that listening on one name opens at most: an address of IPv4, one of IPv6, and who watches
 
 _ATTACH = 51  # SO_ATTACH_REUSEPORT_CBPF; the module `socket` has no name for it
 _HEADER = -0x100000  # SKF_NET_OFF: offsets from here on are in the header of IP (linux/filter.h)
@@ -60,6 +60,11 @@ class AcceptQueues:
         self._watch.close()
         for one in self._sockets:
             one.close()
+
+
+def files_of(address: Address) -> int:
+    """How many files `listen` opens: for a name there may be an address of IPv4 and one of IPv6; one file watches."""
+    return (1 if parse_ip(address.host) is not None else 2) * QUEUES + 1
 
 
 async def listen(address: Address, option: str = "--listen") -> AcceptQueues:

@@ -132,11 +132,6 @@ class AccessControl:
         """Read the keys of browser tokens again, for `replace`. None: browsers send none. Raises UsageError."""
         return None if self._read_browsers is None else self._read_browsers()
 
-    @property
-    def rereads(self) -> bool:
-        """Whether there is a file to read again."""
-        return self._file is not None or self._read_browsers is not None
-
     def keep(self, error: Exception) -> None:
         """Report that a file could not be read again, so that everything stays as it is."""
         known = isinstance(error, ReplicadError)

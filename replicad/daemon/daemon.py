@@ -20,7 +20,7 @@ from replicad.config.access import AccessFile
 from replicad.config.browser_tokens import BrowserKeys
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import cuts
-from replicad.daemon.accept_queues import FILES, AcceptQueues, listen
+from replicad.daemon.accept_queues import AcceptQueues, files_of, listen
 from replicad.daemon.access import OPEN, AccessControl, ClientAccess, names_of, verbs_of
 from replicad.daemon.cycles import CycleCollector
 from replicad.daemon.dispatch import Dispatch, Relaying
@@ -118,11 +118,12 @@ async def _serve_until_signal(
     stop = trio.Event()
     running: list[Daemon] = []
 
-    async def reload() -> bool:
-        return any([await daemon.reload() for daemon in running])
+    async def reload() -> None:
+        for daemon in running:
+            await daemon.reload()
 
     async with trio.open_nursery() as nursery:
-        await nursery.start(stop_on_signal, stop.set, reload)
+        await nursery.start(stop_on_signal, stop.set, reload if any(_reread_files(settings)) else None)
         patience = Patience(settings.wait_for_database)
         while not running and await _unless(stop, partial(patience.wait_for_database, url)):
             try:
@@ -173,7 +174,7 @@ class Pace:
 class Daemon:
     """A running daemon: its addresses and its parts. `services` are by feature.
 
-    `reload` reads the files of access and the TLS certificates again; False if there are none.
+    `reload` reads the files of access and the TLS certificates again; False if one of them cannot be used.
     """
 
     addresses: tuple[Address, ...]
@@ -210,8 +211,8 @@ async def open_daemon(
         ReplicadError: it cannot start.
     """
     schema_text.load(schema_text.PACKAGE)
-    over_http = 0 if settings.http is None else guest_files(settings.limits) + FILES
-    budget = plan_connections(settings.limits, FILES + over_http)
+    over_http = 0 if settings.http is None else guest_files(settings.limits) + files_of(settings.http)
+    budget = plan_connections(settings.limits, files_of(settings.listen) + over_http)
     async with (
         open_pools(url, settings.limits) as pools,
         _recorder(settings) as recorder,
@@ -339,8 +340,6 @@ async def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
     A thread reads and checks them: thousands of clients take seconds, in which other clients are served.
     """
     access, handshakes = entrance.access, entrance.handshakes
-    if not access.rereads and handshakes is None:
-        return False
 
     def read() -> _Reread:
         _refuse_pipes(settings)
@@ -352,7 +351,7 @@ async def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
         again = await trio.to_thread.run_sync(read, abandon_on_cancel=True)
     except Exception as error:  # noqa: BLE001 - whatever it is, the daemon goes on with what it has
         access.keep(error)
-        return True
+        return False
     connected = {client: access.connections_of(client) for client in again.changes}
     with entrance.hub.troubles.contain_and_record("service", "access", "reload"):
         if handshakes is not None and again.tls is not None:
@@ -382,16 +381,16 @@ def _frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+def _reread_files(settings: ServerSettings) -> Iterator[Path]:
+    """The files that SIGHUP has read again."""
+    named = settings.access_file, settings.browser_key, settings.tls_cert, settings.tls_key, settings.tls_client_ca
+    return (file for file in named if file is not None)
+
+
 def _refuse_pipes(settings: ServerSettings) -> None:
     """Raise UsageError for a file that is none: to read a pipe here would stop the daemon until somebody writes."""
-    for file in (
-        settings.access_file,
-        settings.browser_key,
-        settings.tls_cert,
-        settings.tls_key,
-        settings.tls_client_ca,
-    ):
-        if file is not None and file.exists() and not file.is_file():
+    for file in _reread_files(settings):
+        if file.exists() and not file.is_file():
             raise UsageError(f"{file} is a pipe, a folder or a device; write a file there, to be read again by SIGHUP")
 
 

@@ -52,47 +52,38 @@ def uninterruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-async def _nothing_to_reload() -> bool:
-    return False
-
-
 async def stop_on_signal(
     stop: Callable[[], None],
-    reload: Callable[[], Awaitable[bool]] = _nothing_to_reload,
+    reload: Callable[[], Awaitable[object]] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Call `stop` for each signal that asks for it, and log the others, until cancelled.
 
-    `reload` is called for SIGHUP; it returns whether there was anything to read. Signals during it lead to one more
-    call of it, and delay no stop.
+    `reload` is called for SIGHUP; None: there is nothing to read. Signals during it lead to one more call of it, and
+    delay no stop.
     """
     stopping = {number for number in (*STOPPING, *HARMLESS) if _stops(number)}  # now: isatty() fails once it is closed
     hung_up, wanted = trio.open_memory_channel[None](1)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_reload_for_each, wanted, reload)
+        if reload is not None:
+            nursery.start_soon(_reload_for_each, wanted, reload)
         with trio.open_signal_receiver(*STOPPING, *_handled()) as signals:
             task_status.started()
-            async for (
-                number
-            ) in signals:  # signals during the stop are received too, so that they do not end the process
+            async for number in signals:  # also during the stop, so that none of them ends the process
+                name = signal.Signals(number).name
                 if number in stopping:
-                    log.info("stopping", signal=signal.Signals(number).name)
+                    log.info("stopping", signal=name)
                     stop()
-                elif number == signal.SIGHUP:
+                elif number == signal.SIGHUP and reload is not None:
                     with suppress(trio.WouldBlock):  # the one that waits reads what is there then
                         hung_up.send_nowait(None)
                 else:
-                    _ignore(number)
+                    log.warning("signal_ignored", signal=name, remedy="SIGTERM and SIGINT stop the daemon")
 
 
-async def _reload_for_each(wanted: trio.MemoryReceiveChannel[None], reload: Callable[[], Awaitable[bool]]) -> None:
+async def _reload_for_each(wanted: trio.MemoryReceiveChannel[None], reload: Callable[[], Awaitable[object]]) -> None:
     async for _ in wanted:
-        if not await reload():
-            _ignore(signal.SIGHUP)
-
-
-def _ignore(number: int) -> None:
-    log.warning("signal_ignored", signal=signal.Signals(number).name, remedy="SIGTERM and SIGINT stop the daemon")
+        await reload()
 
 
 def _handled() -> list[signal.Signals]:

@@ -10,11 +10,11 @@ import trio
 from replicad.config.logs import RECENT
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
-from replicad.tubes.backfill import Pace as BackfillPace
+from replicad.tubes.backfill import BackfillIntervals
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.daemons import Daemon, Paces
 
-PACES = Paces(tubes=TubeIntervals(backfills=BackfillPace(max_backlog=1)))  # backfills wait for workers
+PACES = Paces(tubes=TubeIntervals(backfills=BackfillIntervals(max_backlog=1)))  # backfills wait for workers
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 ERROR = "status 422: <script>document.title='owned'</script> & more"
 

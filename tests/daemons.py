@@ -13,7 +13,7 @@ from replicad import features
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import daemon
 from replicad.daemon.access import AccessControl
-from replicad.daemon.daemon import Pace as DaemonPace
+from replicad.daemon.daemon import DaemonIntervals
 from replicad.daemon.hub import Hub
 from replicad.daemon.relay import Relay, RelayKey
 from replicad.daemon.troubles import Troubles
@@ -25,7 +25,7 @@ from replicad.redis.intervals import RedisIntervals
 from replicad.redis.service import RedisService
 from replicad.redis.work import RedisWork
 from replicad.streams.serving import service as streams
-from replicad.streams.serving.pace import Pace as StreamPace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.service import StreamService
 from replicad.tubes.serving import service as tubes
@@ -38,8 +38,8 @@ from tests.roles import as_daemon
 class Paces:
     """How often a daemon does what: those of its parts."""
 
-    daemon: DaemonPace = DaemonPace()
-    streams: StreamPace = StreamPace()
+    daemon: DaemonIntervals = DaemonIntervals()
+    streams: StreamIntervals = StreamIntervals()
     tubes: TubeIntervals = TubeIntervals()
     presence: PresenceIntervals = PresenceIntervals()
     redis: RedisIntervals = RedisIntervals()

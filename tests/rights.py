@@ -18,7 +18,7 @@ from replicad.config.settings import DatabaseSettings
 from replicad.errors import StreamRefused
 from replicad.operations.doctor.declared import Level
 from replicad.operations.doctor.run import CHECKS, examine
-from replicad.operations.doctor.seen import Seen
+from replicad.operations.doctor.seen import Evidence
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, trimming
@@ -125,7 +125,7 @@ def _serve(name: str) -> Callable[[World], Awaitable[None]]:
 
 async def _see_sessions(world: World) -> None:
     async with world.open("daemon") as db:
-        seen = Seen(db, DatabaseSettings(database=world.url))
+        seen = Evidence(db, DatabaseSettings(database=world.url))
         found = [one async for check, one in examine(seen, [c for c in CHECKS if c.name in ("schema", "rights")])]
     wrong = [one for one in found if one.level is not Level.FINE]
     if wrong:

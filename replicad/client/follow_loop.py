@@ -30,7 +30,7 @@ from replicad.errors import (
 )
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Error
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.lines import LineTooLong
 from replicad.retry import Backoff
 from replicad.streams.commands import Replicate, Streams, Taken
@@ -207,7 +207,7 @@ class FollowLoop:
         self._asked_at = 0.0  # when TAKEN was sent
         self._answers_due = 0
         self._answers: list[Taken] = []
-        self._connection: Connection
+        self._connection: ProtocolConnection
         self._asking: str | None = None  # the stream whose REPLICATE is not answered yet
         self._refused: ReplicadError | None = None
         self._stops = Stops()  # streams that stop while others go on
@@ -235,7 +235,7 @@ class FollowLoop:
 
     def _one_connection(self) -> Steps[None]:
         self._asking = None
-        connected: tuple[Connection, str] = yield Connect()
+        connected: tuple[ProtocolConnection, str] = yield Connect()
         self._connection, server_name = connected
         self._answers_due = 0
         self._answers.clear()

@@ -25,7 +25,7 @@ from replicad.client.steps import Receive, Send, Steps
 from replicad.errors import ConnectionLost, ReplicadError
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Error, Ping
-from replicad.protocol.connection import Connection, Due, Timing
+from replicad.protocol.connection import Due, ProtocolConnection, Timing
 from replicad.protocol.words import Side
 
 MAX_ROW = 64 << 20  # bytes in a line of the server; as the server's own bound
@@ -37,7 +37,7 @@ class Link:
     def __init__(self, target: DaemonTarget, now: float) -> None:
         self.target = target
         self.server_name = ""
-        self.connection = Connection(Side.CLIENT, VOCABULARY, now=now, timing=target.timing, max_line=MAX_ROW)
+        self.connection = ProtocolConnection(Side.CLIENT, VOCABULARY, now=now, timing=target.timing, max_line=MAX_ROW)
         self._deadline = float("inf")  # for the answer that is awaited
         self._busy = True
         self._reading = False

@@ -24,7 +24,7 @@ from replicad.client.steps import Receive, Send, Steps
 from replicad.errors import RemoteProtocolError, WrongServer
 from replicad.protocol.command import Command
 from replicad.protocol.commands import CORE, Auth, Error, Name, Ping, Server
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.tokens import START, Cursor
 from replicad.streams import commands as streams
 from replicad.streams.commands import Streams
@@ -194,7 +194,7 @@ class Introduction:
     token: str | None = field(default=None, repr=False)
 
 
-def greet(connection: Connection, us: Introduction) -> Steps[str]:
+def greet(connection: ProtocolConnection, us: Introduction) -> Steps[str]:
     """Wait for SERVER, check its name, then send AUTH and NAME; returns the server's name.
 
     The token is sent only after the name was checked.
@@ -218,12 +218,12 @@ def greet(connection: Connection, us: Introduction) -> Steps[str]:
     return name
 
 
-def send_commands(commands: tuple[Command, ...], _connection: Connection, _timeout: float) -> Steps[None]:
+def send_commands(commands: tuple[Command, ...], _connection: ProtocolConnection, _timeout: float) -> Steps[None]:
     """Send commands that are not answered, in one write."""
     yield Send(commands)
 
 
-def ask(request: Command, connection: Connection, timeout: float) -> Steps[Command]:
+def ask(request: Command, connection: ProtocolConnection, timeout: float) -> Steps[Command]:
     """Send a request and return its answer; `timeout` in seconds, on top of the time that the request itself waits.
 
     Raises:
@@ -241,7 +241,7 @@ def ask(request: Command, connection: Connection, timeout: float) -> Steps[Comma
         block = yield Receive()
 
 
-def ask_for_pods(request: Pods, connection: Connection, timeout: float) -> Steps[CursorAt]:
+def ask_for_pods(request: Pods, connection: ProtocolConnection, timeout: float) -> Steps[CursorAt]:
     """Like `ask`, for PODS with rows: yields blocks of RDATA lines as received, returns the CURSOR after them.
 
     `timeout` is for each piece of the answer.
@@ -275,7 +275,7 @@ def ask_for_pods(request: Pods, connection: Connection, timeout: float) -> Steps
             return answer
 
 
-def ask_for_blocks(request: Pods, connection: Connection, timeout: float) -> Steps[CursorAt]:
+def ask_for_blocks(request: Pods, connection: ProtocolConnection, timeout: float) -> Steps[CursorAt]:
     """Like `ask_for_pods`, with `encoding=arrow`: yields PodBlocks as received, returns the CURSOR after them.
 
     `timeout` is for each block.
@@ -315,7 +315,7 @@ def ask_for_blocks(request: Pods, connection: Connection, timeout: float) -> Ste
             return answer
 
 
-def _ends_blocks(connection: Connection, request: Pods, command: Command) -> Command | None:
+def _ends_blocks(connection: ProtocolConnection, request: Pods, command: Command) -> Command | None:
     """As `_answer`. After CURSOR or ERROR no raw bytes are expected any more."""
     if isinstance(command, CursorAt | Error):
         connection.stop_at(None)
@@ -334,7 +334,7 @@ def _split(block: bytes, label: bytes) -> tuple[bytes, list[bytes]]:
     return b"".join(row + b"\n" for row in rows), [line for line in lines if line and not line.startswith(label)]
 
 
-def _commands(connection: Connection, block: bytes) -> Iterator[Command]:
+def _commands(connection: ProtocolConnection, block: bytes) -> Iterator[Command]:
     for line in block.split(b"\n"):
         command = connection.understand(line)
         if command is not None:
@@ -365,7 +365,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C", bound=Command)
 
-Turn = Callable[[Connection, float], Steps[Any]]
+Turn = Callable[[ProtocolConnection, float], Steps[Any]]
 """The steps of one request on a connection; the number is the seconds that the answer may take."""
 
 

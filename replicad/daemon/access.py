@@ -232,7 +232,7 @@ class AccessControl:
                 del self._connected[client.name]
 
 
-class Connected(Protocol):
+class Revocable(Protocol):
     """The part of a session that is needed here."""
 
     @property
@@ -262,7 +262,7 @@ class ClientAccess:
         self._certificate = certificate
         self._digest: bytes | None = None  # of the secret by which the client is known; None: by its certificate
         self._how = ""  # token or certificate
-        self._session: Connected | None = None
+        self._session: Revocable | None = None
         self._on_change: list[Callable[[], None]] | None = None
         self._noted: set[tuple[str, str | None]] | None = None
         self._withdrawn = False
@@ -274,7 +274,7 @@ class ClientAccess:
         """Whether the client must send AUTH before anything else."""
         return self.client is None and self._by_certificate() is None
 
-    def begin(self, session: Connected) -> None:
+    def begin(self, session: Revocable) -> None:
         """From now on `session` is closed when the access is withdrawn. Call it again for a session that replaces it.
 
         Raises:

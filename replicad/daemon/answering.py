@@ -15,7 +15,7 @@ from replicad.daemon.outbox import Outbox
 from replicad.daemon.outlet import Piece
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.command import Command
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 
 RELAY = "relay"  # the verb of lines for all clients
 log = structlog.get_logger()
@@ -31,7 +31,7 @@ class Answering:
     name: str | None
     access: ClientAccess
     outbox: Outbox
-    _connection: Connection
+    _connection: ProtocolConnection
     _hub: Hub
 
     def _fail(self, error: BaseException) -> None:

@@ -35,8 +35,7 @@ from replicad.daemon.listener import Acceptor, Pauses
 from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import Pools, open_pools, plan_connections
-from replicad.daemon.relay import Pace as RelayPace
-from replicad.daemon.relay import Relay, RelayKey
+from replicad.daemon.relay import Relay, RelayIntervals, RelayKey
 from replicad.daemon.service import Feature, Host, Job, Service
 from replicad.daemon.session import Session
 from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptible
@@ -161,11 +160,11 @@ async def _unless(stop: trio.Event, wait: Callable[[], Awaitable[None]]) -> bool
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class DaemonIntervals:
     """The intervals and pauses of the daemon's own parts."""
 
     outages: Outages = Outages()
-    relay: RelayPace = RelayPace()
+    relay: RelayIntervals = RelayIntervals()
     accepting: Pauses = Pauses()
     restarts: Restarts = Restarts()
 
@@ -201,7 +200,7 @@ async def open_daemon(
     url: str,
     features: Sequence[Feature],
     recover: Recover | None = None,
-    pace: Pace = Pace(),
+    pace: DaemonIntervals = DaemonIntervals(),
 ) -> AsyncIterator[Daemon]:
     """Start a daemon on the database at `url`. At the end of the block it stops as on SIGTERM.
 
@@ -264,7 +263,7 @@ def _host(
     *,
     most_connections: int,
     recover: Recover | None,
-    pace: Pace,
+    pace: DaemonIntervals,
 ) -> Host:
     """What services find in this daemon."""
     vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))

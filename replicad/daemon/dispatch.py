@@ -74,7 +74,7 @@ class Conversation:
         answers = service.answers(self._session)
         self._answers |= self._checked(answers.at_once, answers.unknown)
         if answers.in_turn:
-            queue = _Queue(self._session, self._dispatch, self._checked(answers.in_turn, answers.unknown))
+            queue = _RequestQueue(self._session, self._dispatch, self._checked(answers.in_turn, answers.unknown))
             self._answers |= dict.fromkeys(answers.in_turn, queue.put)
         return [*answers.at_once, *answers.in_turn]
 
@@ -128,7 +128,7 @@ class Relaying:
         return {}
 
 
-class _Queue:
+class _RequestQueue:
     """Requests of one session, answered one after another by a task that exists while there are any.
 
     A refusal is sent as ERROR; the connection stays open.

@@ -63,7 +63,7 @@ class Detail(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FigureQuery:
     """A look at Postgres for figures that are not in memory. `run` keeps what it has seen in its source."""
 
     name: str
@@ -87,7 +87,7 @@ class Source(Protocol):
     def details(self) -> Iterable[Detail]:
         """What the JSON has beside the figures."""
 
-    def looks(self) -> Sequence[Look]:
+    def looks(self) -> Sequence[FigureQuery]:
         """Its looks at Postgres."""
 
 

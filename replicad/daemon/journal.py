@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.daemon.laggards import LOOKS, Progress, Standing
+from replicad.daemon.laggards import LOOKS, Progress, ReaderLag
 from replicad.errors import ReplicadError, RowUnreadable, SlowReader
 
 TAKE_BYTES = 256 * 1024  # of chunks taken together: half the work of one at a time; more gains little
@@ -98,7 +98,7 @@ class Reader:
         self.wake = wake
         self.extended = extended
         self.fallen: str | None = None  # why it was dropped
-        self.standing = Standing(progress or self._progress)
+        self.standing = ReaderLag(progress or self._progress)
         self.offer: Callable[[bytes], bool] | None = None  # send it now, after all that was taken; False: it was not
         self.on_fall = wake  # called when it was dropped: its session may hang in a send and never take more
         self.on_stop: Callable[[RowUnreadable], None] | None = None  # called when the stream stops at its cursor

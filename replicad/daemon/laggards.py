@@ -22,7 +22,7 @@ LOOKS: Final = 20  # in the time of `patience`: more cost time, fewer find out l
 Progress = Callable[[], int | None]  # bytes that the peer has taken so far; None: no send is blocked by the socket
 
 
-class Standing:
+class ReaderLag:
     """The progress of one reader."""
 
     __slots__ = ("_owed", "_progress", "_seen", "_stirred_at")

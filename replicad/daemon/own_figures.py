@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from replicad.config.limits import Limits
-from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, Look, Obstacle, Sample
+from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
 from replicad.daemon.hub import Hub
 from replicad.daemon.poller import Poller
 from replicad.daemon.pools import Pools
@@ -166,6 +166,6 @@ class OwnFigures:
                 },
             )
 
-    def looks(self) -> Sequence[Look]:
+    def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
         return ()

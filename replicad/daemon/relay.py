@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RelayIntervals:
     """The relay's intervals in seconds, and the bound of its queue."""
 
     interval: float = 0.01  # between two statements: a commit with NOTIFY takes a lock of the whole cluster
@@ -91,10 +91,10 @@ class Notifies(Protocol):
 
     async def fetch(self, sql: str, *args: object) -> list[Any]: ...
 
-    def listen(self, channel: str) -> AbstractAsyncContextManager[Notices]: ...
+    def listen(self, channel: str) -> AbstractAsyncContextManager[ReceivedNotices]: ...
 
 
-class Notices(Protocol):
+class ReceivedNotices(Protocol):
     """The messages received on a channel."""
 
     async def next(self, patience: float) -> str: ...
@@ -127,7 +127,7 @@ class Relay:
         find_key: FindKey,
         vocabulary: Vocabulary,
         troubles: Troubles,
-        pace: Pace = Pace(),
+        pace: RelayIntervals = RelayIntervals(),
     ) -> None:
         self._db = db
         self._pace = pace

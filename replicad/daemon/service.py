@@ -136,7 +136,7 @@ class Peer(Protocol):
         """Call `call` when the connection has ended."""
 
 
-class Positions(Protocol):
+class PositionWatch(Protocol):
     """What services need of `Poller`, whose methods have the docstrings."""
 
     def watch(

@@ -30,7 +30,7 @@ from replicad.errors import ProtocolError
 from replicad.groups import Reporting
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.commands import CORE, Auth, Error, Help, Name, Ping, Server
-from replicad.protocol.connection import Connection, Due
+from replicad.protocol.connection import Due, ProtocolConnection
 from replicad.protocol.helping import help_answer
 from replicad.protocol.lines import LineTooLong
 from replicad.protocol.states import CloseReason
@@ -88,7 +88,7 @@ class Session(Answering):
         self.access = access or access_by_token(settings.token, peer)
         self._wants_auth = self.access.wants_auth
         self._hub = hub
-        self._connection = Connection(
+        self._connection = ProtocolConnection(
             Side.SERVER,
             vocabulary,
             now=now,

@@ -17,7 +17,7 @@ REPLAY = "replay"  # the right to put parked ids back into a tube
 _PACKAGES = ("h11", "prometheus_client")
 
 
-class Reporting:
+class StatusService:
     """The service without `--http`."""
 
     def __init__(self, host: Host) -> None:
@@ -36,7 +36,7 @@ class Reporting:
         return {}
 
 
-class Http(Reporting):
+class Http(StatusService):
     """The service with `--http`: one job more, which the daemon starts again if it fails."""
 
     def __init__(self, host: Host) -> None:
@@ -45,9 +45,9 @@ class Http(Reporting):
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             raise UsageError(f"--http needs {', '.join(missing)}: pip install 'replicad[http]'")
-        from replicad.operations.http.server import Server
+        from replicad.operations.http.server import HttpServer
 
-        self.server = Server(host)
+        self.server = HttpServer(host)
 
     def jobs(self) -> Sequence[Job]:
         """`Service.jobs`."""
@@ -60,7 +60,7 @@ class Http(Reporting):
 
 def open_service(host: Host) -> Service:
     """The service for the settings of the daemon."""
-    return Reporting(host) if host.settings.http is None else Http(host)
+    return StatusService(host) if host.settings.http is None else Http(host)
 
 
 FEATURE = Feature("http", (), open_service, verbs=(STATUS,), named_verbs=(REPLAY,))

@@ -27,7 +27,7 @@ def hasten(loop: Any) -> None:
     if not all(hasattr(loop, name) for name in _REPLACED):
         return
     loop.call_soon(_nothing)  # the main loop waits in the queue that is replaced
-    queue = _Queue()
+    queue = _CallbackQueue()
     loop._q_send = loop._q_recv = queue
     loop._check_callback = _nothing  # looks for mistakes of programmers; asyncio's own loop does so in debug mode only
     loop._main_loop_one = partial(_run_some, queue, loop._main_loop_one)
@@ -35,7 +35,7 @@ def hasten(loop: Any) -> None:
     loop.synchronize = partial(_synchronize, queue, loop.synchronize)
 
 
-class _Queue:
+class _CallbackQueue:
     """The queue of work, both ends of it: callbacks, timers, and trio functions that are to be started."""
 
     def __init__(self) -> None:
@@ -77,14 +77,16 @@ class _Queue:
         return not self._handles
 
 
-async def _run_some(queue: _Queue, run_one: Callable[[bool], Any], no_wait: bool = False) -> None:
+async def _run_some(queue: _CallbackQueue, run_one: Callable[[bool], Any], no_wait: bool = False) -> None:
     """In place of the method that waits for one callback and runs it: run those, too, that are queued then."""
     await run_one(no_wait)
     if not no_wait:
         queue.run_nowait()
 
 
-def _add_reader(queue: _Queue, add: Callable[..., Any], fd: int, callback: Callable[..., None], *args: object) -> Any:
+def _add_reader(
+    queue: _CallbackQueue, add: Callable[..., Any], fd: int, callback: Callable[..., None], *args: object
+) -> Any:
     """In place of the method that calls `callback` when there is something to read. `synchronize` is called next."""
 
     def read() -> None:
@@ -97,7 +99,7 @@ def _add_reader(queue: _Queue, add: Callable[..., Any], fd: int, callback: Calla
     return add(fd, read)
 
 
-async def _synchronize(queue: _Queue, synchronize: Callable[[], Any]) -> None:
+async def _synchronize(queue: _CallbackQueue, synchronize: Callable[[], Any]) -> None:
     """In place of the method that waits until all that is queued by now was run."""
     queue.run_nowait()
     if not queue.empty:

@@ -36,9 +36,9 @@ from replicad.postgres.watched import (
     LockSource,
     Reading,
     ReservationSource,
+    SequenceValue,
     Source,
     TableSource,
-    Value,
     Watched,
     reservation_key,
 )
@@ -73,7 +73,7 @@ _SESSION = f"SET lock_timeout = '{LOCK_TIMEOUT}'; SET synchronous_commit = local
 _BARRIER = "SELECT pg_logical_emit_message(true, 'replicad', '')"
 _BARRIER_17 = "SELECT pg_logical_emit_message(false, 'replicad', '', true)"  # without a transaction id
 
-_Fed = tuple[Watched, LockWatch, Value]  # a stream whose last value was read
+_Fed = tuple[Watched, LockWatch, SequenceValue]  # a stream whose last value was read
 
 
 class Horizon:
@@ -420,7 +420,7 @@ class Horizon:
                 one.flushed = rows[0]["flushed"]
         return int(rows[0]["flushed"])
 
-    async def _given_out(self, connection: Connection, watched: Watched, value: Value) -> int | None:
+    async def _given_out(self, connection: Connection, watched: Watched, value: SequenceValue) -> int | None:
         """`Watched.given_out`, after the list of holders was made: no row can appear below it unless a holder writes
         it. None: the rows cannot be read now.
         """

@@ -10,7 +10,7 @@ from replicad import errors, sqlstates
 from replicad.postgres.blockers import Blockers
 from replicad.postgres.bridge import Connection, load_sql
 from replicad.postgres.owners import as_owner
-from replicad.postgres.watched import Value, Watched
+from replicad.postgres.watched import SequenceValue, Watched
 from replicad.sqlstates import means
 
 REREAD: Final = 16  # unused sequences; so many are read again after each check, by two statements each
@@ -56,7 +56,7 @@ class LastValues:
         self._first = {}
         self._moved = set()
 
-    async def fetch(self, connection: Connection, active: list[Watched]) -> dict[int, Value] | None:
+    async def fetch(self, connection: Connection, active: list[Watched]) -> dict[int, SequenceValue] | None:
         """The last values of all sequences that exist, may be read and are not locked. None: try again at the next
         poll.
 
@@ -98,13 +98,13 @@ class LastValues:
         self.read.pop(sequence, None)
         self._files.pop(sequence, None)
 
-    async def fetch_one(self, connection: Connection, watched: Watched) -> dict[int, Value]:
+    async def fetch_one(self, connection: Connection, watched: Watched) -> dict[int, SequenceValue]:
         """Only that of this stream. Raises DatabaseError if Postgres refuses."""
         return await self._fetch(connection, {watched.sequence: watched.sequence_reader})
 
-    async def _one_by_one(self, connection: Connection, active: list[Watched]) -> dict[int, Value]:
+    async def _one_by_one(self, connection: Connection, active: list[Watched]) -> dict[int, SequenceValue]:
         """They cannot be read together: read each alone, to find the sequence that fails."""
-        values: dict[int, Value] = {}
+        values: dict[int, SequenceValue] = {}
         for watched in active:
             if watched.sequence in values or watched.sequence in self._blockers.holders:
                 continue
@@ -120,28 +120,28 @@ class LastValues:
                     watched.cannot_read(error)
         return values
 
-    async def _fetch(self, connection: Connection, readers: Mapping[int, str | None]) -> dict[int, Value]:
+    async def _fetch(self, connection: Connection, readers: Mapping[int, str | None]) -> dict[int, SequenceValue]:
         """`readers`: by sequence, the function that reads it as its owner (owners.py), or None."""
-        values: dict[int, Value] = {}
+        values: dict[int, SequenceValue] = {}
         for row in await connection.fetch(load_sql("horizon_last_values"), list(readers)):
             sequence, file = row["sequence"], row["file"]
             self.read[sequence], self._files[sequence] = row["last_value"], file
             if row["last_value"] is not None:
                 self._unused.pop((sequence, file), None)
                 moved = self._has_moved(sequence, row["last_value"])
-                values[sequence] = Value(row["last_value"], row["inserted"], row["flushed"], file, moved)
+                values[sequence] = SequenceValue(row["last_value"], row["inserted"], row["flushed"], file, moved)
             elif not row["readable"]:
                 await self._inspect(connection, sequence)  # refuses the streams that need it
             elif (first := self._unused.get((sequence, file))) is not None:
                 self._has_moved(sequence, None)
-                values[sequence] = Value(first, row["inserted"], row["flushed"], file)
+                values[sequence] = SequenceValue(first, row["inserted"], row["flushed"], file)
             elif (value := await self._fetch_unused(connection, sequence, file, readers[sequence])) is not None:
                 values[sequence] = value
         return values
 
     async def _fetch_unused(
         self, connection: Connection, sequence: int, file: int | None, reader: str | None
-    ) -> Value | None:
+    ) -> SequenceValue | None:
         """The value at which an unused sequence begins. Not always its START: it may have been restarted or set."""
         name = self._names.get(sequence)
         if name is None:
@@ -166,7 +166,7 @@ class LastValues:
                 return None  # used and set back between the two: the next poll finds out
             self._has_moved(sequence, None)
             last_value = self._unused[sequence, file] = first["last_value"] - 1
-        return Value(last_value, after["inserted"], after["flushed"], after["file"])
+        return SequenceValue(last_value, after["inserted"], after["flushed"], after["file"])
 
     def _has_moved(self, sequence: int, last_value: int | None) -> bool:
         """Whether the sequence has had another value on this connection; None: it was unused."""

@@ -21,7 +21,7 @@ _ITSELF: Final = ""  # a reader is a volatile function: each statement in it tak
 _LAST: Final = 8192  # bytes; the added line is shorter than that
 
 
-class Queries(Protocol):
+class Readable(Protocol):
     """A `Database` or a `Connection`."""
 
     @property
@@ -45,7 +45,7 @@ class AsOwner:
     `bound`: bytes after which `lines` and `copy_out` end, after a whole row.
     """
 
-    db: Queries
+    db: Readable
     reader: str
     table: int
     bound: int = UNBOUNDED

@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PollRecord:
     """What one poll has read of one stream."""
 
     last_value: int
@@ -71,7 +71,7 @@ class Recorder:
     def poll(
         self,
         stream: str,
-        seen: Seen,
+        seen: PollRecord,
         flushed: int,
         *,
         writers: Collection[str],
@@ -116,26 +116,26 @@ class Recorder:
 
 
 @dataclass(slots=True)
-class _Held:
+class _RecordedHold:
     bound: int | None  # None: not known
     writer: str | None  # None: may write as any writer
 
 
 @dataclass(slots=True)
-class _Stream:
+class _CheckedStream:
     """The checker's state of one stream."""
 
     position: int | None = None
     per_writer: dict[str, int] = field(default_factory=dict)
     last_value: int | None = None
-    held: dict[str, _Held] = field(default_factory=dict)
+    held: dict[str, _RecordedHold] = field(default_factory=dict)
     durable: int | None = None  # the highest last value that is known to be on disk
     waiting: list[tuple[int, int]] = field(default_factory=list)  # (inserted, last value) that are not known to be
 
 
 def check(lines: Iterable[str]) -> Iterator[str]:
     """The violations of the rules in a recording, one sentence for each."""
-    streams: dict[str, _Stream] = {}
+    streams: dict[str, _CheckedStream] = {}
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
@@ -143,12 +143,12 @@ def check(lines: Iterable[str]) -> Iterator[str]:
         except (ValueError, KeyError, TypeError):
             yield f"line {number} is not of a recording"
             continue
-        stream = streams.setdefault(name, _Stream())
+        stream = streams.setdefault(name, _CheckedStream())
         problems = _begin(stream, entry) if "begin" in entry else _poll(stream, entry)
         yield from (f"line {number}: stream {name}: {problem}" for problem in problems)
 
 
-def _begin(stream: _Stream, entry: Mapping[str, Any]) -> list[str]:
+def _begin(stream: _CheckedStream, entry: Mapping[str, Any]) -> list[str]:
     if entry["begin"] == "watch":
         stream.position, stream.per_writer = entry["position"], dict(entry["per_writer"])
     stream.last_value, stream.held, stream.durable = None, {}, stream.position
@@ -156,7 +156,7 @@ def _begin(stream: _Stream, entry: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _poll(stream: _Stream, entry: Mapping[str, Any]) -> list[str]:
+def _poll(stream: _CheckedStream, entry: Mapping[str, Any]) -> list[str]:
     last_value, writers = entry["last_value"], set(entry["writers"])
     stream.held = _bounds(stream, [Hold(**hold) for hold in entry["holders"]])
     stream.waiting.append((entry["inserted"], last_value))
@@ -183,7 +183,7 @@ def _poll(stream: _Stream, entry: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _bounds(stream: _Stream, holders: Iterable[Hold]) -> dict[str, _Held]:
+def _bounds(stream: _CheckedStream, holders: Iterable[Hold]) -> dict[str, _RecordedHold]:
     """The id below which no holder can write: the bound that it names itself; else the last value of the poll before
     the first that listed it; else, at the first poll, the published position.
     """
@@ -193,22 +193,22 @@ def _bounds(stream: _Stream, holders: Iterable[Hold]) -> dict[str, _Held]:
         known = stream.held.get(hold.key)
         if known is not None:
             same = hold.prepared or hold.writer == known.writer
-            found[hold.key] = _Held(known.bound, known.writer if same else None)
+            found[hold.key] = _RecordedHold(known.bound, known.writer if same else None)
         elif hold.bound is not None:
-            found[hold.key] = _Held(hold.bound, hold.writer)
+            found[hold.key] = _RecordedHold(hold.bound, hold.writer)
         elif hold.prepared and stream.held:  # it may be any listed transaction, under another name
             bounds = [held.bound for held in stream.held.values()]
-            found[hold.key] = _Held(None if None in bounds else min(b for b in bounds if b is not None), None)
+            found[hold.key] = _RecordedHold(None if None in bounds else min(b for b in bounds if b is not None), None)
         else:
-            found[hold.key] = _Held(before, hold.writer)
+            found[hold.key] = _RecordedHold(before, hold.writer)
     return found
 
 
-def _allowed(stream: _Stream, held: Iterable[_Held]) -> int | None:
+def _allowed(stream: _CheckedStream, held: Iterable[_RecordedHold]) -> int | None:
     bounds = [stream.last_value, stream.durable, *(one.bound for one in held)]
     return None if None in bounds else min(bound for bound in bounds if bound is not None)
 
 
-def _why(stream: _Stream) -> str:
+def _why(stream: _CheckedStream) -> str:
     held = ", ".join(f"{key} above {one.bound}" for key, one in sorted(stream.held.items()))
     return f"last value {stream.last_value}, on disk {stream.durable}, held by {held or 'no transaction'}"

@@ -14,7 +14,7 @@ from typing import Any
 from replicad import sqlstates
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
-from replicad.postgres.recording import Seen
+from replicad.postgres.recording import PollRecord
 
 NO_ID = -(1 << 63)  # below all ids
 RESERVATION_BAND = 0x5200  # advisory locks whose top 16 bits lie in 0x5201..0x71FF are reservations
@@ -157,7 +157,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class SequenceValue:
     """A sequence's last value, and readings after it: ends of the WAL, and the sequence's file.
 
     `moved`: the value has changed since this connection read it first. So an id was drawn, or a value was set, in the
@@ -198,7 +198,7 @@ class Watched:
         self.strayed: str | None = None  # why its ids may be rows of another table
         self.feeds = 0  # identifies the column defaults that drew from its sequence when `strayed` was found out
         self.blocked_by: Holder | None = None
-        self.seen: Seen | None = None  # at the last poll that read something; for a recording
+        self.seen: PollRecord | None = None  # at the last poll that read something; for a recording
         self.stale = True  # its last `Reading` may not be true any more
         self.flushed = 0  # how far the WAL was on disk then, or recording.ALL
         self.last_row: int | None = None  # the highest row that is there; None: to be looked up
@@ -246,7 +246,7 @@ class Watched:
         assert watch is not None
         return watch
 
-    def given_out(self, value: Value) -> int | None:
+    def given_out(self, value: SequenceValue) -> int | None:
         """The highest id that is known to have been issued, and logged. None: it must be read from the table's rows.
 
         A value that has not moved in this run of the server may lie up to 32 above the last issued id. A published
@@ -258,7 +258,7 @@ class Watched:
             return value.last_value
         return None if self.last_row is None else max(published, self.last_row)
 
-    def moves_to(self, value: Value) -> bool:
+    def moves_to(self, value: SequenceValue) -> bool:
         """Whether the value says more than the last poll, or its rows have to be looked up."""
         assert self.locks is not None
         given_out = self.given_out(value)
@@ -337,7 +337,7 @@ class Watched:
             self.file_replaced = self.stale = True
         return self.file_replaced
 
-    def feed(self, value: Value, given_out: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
+    def feed(self, value: SequenceValue, given_out: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
         """One poll of a sequence-fed stream; `listed` are the rows of the query horizon_holders that concern it."""
         assert self.locks is not None
         self._note_foreign_reservations(value.last_value)
@@ -352,7 +352,7 @@ class Watched:
         if holds:
             self.last_row = None  # their rows may come without another id being taken: look again
         self.stale = True
-        self.seen = Seen(given_out, value.inserted, tuple(holds))
+        self.seen = PollRecord(given_out, value.inserted, tuple(holds))
         self.locks.feed(given_out, value.inserted, holds, self.writers)
 
     def reading(self, now: float, stuck_after: float) -> Reading:

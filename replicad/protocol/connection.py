@@ -38,7 +38,7 @@ class Timing:
     line_timeout: float = LINE_TIMEOUT
 
 
-class Connection:
+class ProtocolConnection:
     """One end of a connection: the unread bytes, the state, and when each side last sent something.
 
     Times are seconds of one monotonic clock; the caller passes them. Not thread-safe.

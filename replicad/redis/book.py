@@ -19,7 +19,7 @@ Tokens = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PublisherRole:
     """The role as it is now. `holder`: None if it is free; `silent`: for how long (s) its beat has not changed."""
 
     holder: str | None
@@ -62,11 +62,11 @@ class PublisherBook:
         """Install or upgrade the tables. Raises DatabaseError."""
         await schemas.install(self._db, "redis", self._name)
 
-    async def look(self) -> Standing | None:
+    async def look(self) -> PublisherRole | None:
         """The holder of the role; None if no daemon ever had it. Call it regularly."""
         row = await self._db.fetch_row(f"SELECT holder, beat FROM {self._table} WHERE server = $1", self._server)
         silent = self._watch.observe([] if row is None else [row["beat"]], self._now())
-        return None if row is None else Standing(row["holder"], row["beat"], silent[row["beat"]])
+        return None if row is None else PublisherRole(row["holder"], row["beat"], silent[row["beat"]])
 
     async def claim(self, holder: str, seen: int | None) -> Turn | None:
         """Take the role, if it is free or its beat is still `seen`; None if another has it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, Look, Obstacle, Sample
+from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
 
 if TYPE_CHECKING:
     from replicad.redis.work import RedisWork  # which needs the extra
@@ -63,6 +63,6 @@ class RedisFigures:
         """`Source.details`."""
         return ()
 
-    def looks(self) -> Sequence[Look]:
+    def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
         return ()

@@ -51,7 +51,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class FollowedGeneration:
     """The generation of a stream and the numbers of its writers."""
 
     epoch: str
@@ -63,7 +63,7 @@ class Item:
     """Events of one read. `standings`: of the streams in it. `tokens`: after it, for some items."""
 
     events: list[StreamEvent]
-    standings: Mapping[str, Standing]
+    standings: Mapping[str, FollowedGeneration]
     tokens: Mapping[str, str] | None
     size: int
 
@@ -144,7 +144,7 @@ class Intake:
             patience=None,
             first_patience=None,
         )
-        known: dict[str, Standing] = {}
+        known: dict[str, FollowedGeneration] = {}
         began = trio.current_time()
         noted_at = float("-inf")
         try:
@@ -166,13 +166,13 @@ class Intake:
         self,
         follower: TrioFollower[Any],
         events: list[StreamEvent],
-        known: dict[str, Standing],
+        known: dict[str, FollowedGeneration],
         tokens: Mapping[str, str] | None,
     ) -> None:
-        standings: dict[str, Standing] = {}
+        standings: dict[str, FollowedGeneration] = {}
         size = 0
         for stream in {event.stream for event in events}:
-            standing = Standing(follower.epoch(stream) or "", follower.writers(stream))
+            standing = FollowedGeneration(follower.epoch(stream) or "", follower.writers(stream))
             if known.get(stream) != standing:
                 known[stream] = standings[stream] = standing
         for event in events:

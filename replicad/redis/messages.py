@@ -44,7 +44,7 @@ its end. One flat list: it is made for every row.
 
 
 @dataclass(slots=True)
-class Published:
+class PublishedState:
     """The published state of one stream: its generation, its writers' numbers and positions."""
 
     stream: str

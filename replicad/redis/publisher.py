@@ -17,9 +17,9 @@ from replicad.client.events import GenerationBegan, PositionMoved, Reset, RowBat
 from replicad.daemon.troubles import Troubles
 from replicad.errors import RedisUnavailable, ReplicadError
 from replicad.nurseries import open_plain_nursery
-from replicad.redis.intake import Intake, Item, Standing, Stopped
+from replicad.redis.intake import FollowedGeneration, Intake, Item, Stopped
 from replicad.redis.intervals import RedisIntervals
-from replicad.redis.messages import COMMON, MISSED, OWN, STOPPED, Published, Step
+from replicad.redis.messages import COMMON, MISSED, OWN, STOPPED, PublishedState, Step
 from replicad.redis.outlet import RedisOutlet
 from replicad.retry import Backoff
 
@@ -50,7 +50,7 @@ class RedisPublisher:
         self._connect = connect
         self._troubles = troubles
         self._pace = pace
-        self._streams: dict[str, Published] = {}
+        self._streams: dict[str, PublishedState] = {}
         self._said: deque[bytes] = deque()
         self._positions_asked = False
         self._answer_at = float("-inf")  # when positions may be published again because they are asked for
@@ -130,7 +130,7 @@ class RedisPublisher:
             standing = item.standings.get(stream)
             published = self._streams.get(stream)
             if published is None:
-                published = self._streams[stream] = Published(stream, "", {}, {})
+                published = self._streams[stream] = PublishedState(stream, "", {}, {})
             for kind, some in groupby(events, type):
                 if kind is RowBatch:
                     published.stopped = False
@@ -179,14 +179,14 @@ class RedisPublisher:
         self._troubles.record("service", "redis", "commands", error)
 
 
-def _take(published: Published, standing: Standing) -> None:
+def _take(published: PublishedState, standing: FollowedGeneration) -> None:
     """A generation has begun, or there are other writers."""
     published.epoch, published.numbers = standing.epoch, standing.numbers
     listed = {name: at for name, at in published.positions.items() if name in standing.numbers}
     published.positions = listed or published.positions
 
 
-def _moved(published: Published, event: object) -> Step:
+def _moved(published: PublishedState, event: object) -> Step:
     published.stopped = isinstance(event, Stopped)
     match event:
         case Stopped():

@@ -15,7 +15,7 @@ import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
-from replicad.redis.book import Standing, Turn
+from replicad.redis.book import PublisherRole, Turn
 from replicad.redis.intervals import RedisIntervals
 from replicad.redis.publisher import RedisPublisher
 
@@ -30,7 +30,7 @@ class Book(Protocol):
 
     async def install(self) -> None: ...
 
-    async def look(self) -> Standing | None: ...
+    async def look(self) -> PublisherRole | None: ...
 
     async def claim(self, holder: str, seen: int | None) -> Turn | None: ...
 
@@ -39,7 +39,7 @@ class Book(Protocol):
     async def release(self, term: int, tokens: Mapping[str, str]) -> None: ...
 
 
-class Turns:
+class RoleKeeper:
     """Takes the role again and again, and publishes while it has it."""
 
     def __init__(

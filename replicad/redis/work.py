@@ -18,7 +18,7 @@ from replicad.redis.intervals import RedisIntervals
 from replicad.redis.link import RedisLink, open_redis
 from replicad.redis.outlet import RedisOutlet
 from replicad.redis.publisher import RedisPublisher
-from replicad.redis.turn import Turns
+from replicad.redis.turn import RoleKeeper
 
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound to
 USER_IPS = "USER_IP"  # Synapse says this command on a channel of its own, below that of the server
@@ -36,7 +36,7 @@ class RedisWork:
         self._server = settings.server_name
         book = PublisherBook(host.pools.own, settings.database.stream_schema, self._server, claims=host.pools.short)
         holder = f"{self._server} pid {os.getpid()} {secrets.token_hex(4)}"
-        self.turns = Turns(
+        self.turns = RoleKeeper(
             book,
             holder,
             is_fit=lambda: self.hearing.connected,

@@ -135,7 +135,7 @@ MOST = 1000  # entries in a statement, so that the cost of a commit is small
 
 
 @dataclass(slots=True)
-class _Batch:
+class _FactBatch:
     entries: dict[str, Entry] = field(default_factory=dict)
     written: trio.Event = field(default_factory=trio.Event)
 
@@ -148,8 +148,8 @@ class StateWriter:
 
     def __init__(self, store: SenderStore) -> None:
         self._store = store
-        self._next = _Batch()
-        self._running: _Batch | None = None
+        self._next = _FactBatch()
+        self._running: _FactBatch | None = None
         self._work = trio.Event()
 
     def post(self, entry: Entry) -> None:
@@ -190,7 +190,7 @@ class StateWriter:
 
     async def flush(self) -> None:
         """Write all entries now. Only for `run`, and after `run` has ended."""
-        self._running, self._next = self._next, _Batch()
+        self._running, self._next = self._next, _FactBatch()
         entries = list(self._running.entries.values())
         for start in range(0, len(entries), MOST):
             await self._store.write(entries[start : start + MOST])

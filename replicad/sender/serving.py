@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from replicad.daemon.figures import GAUGE, Detail, Family, Look, Obstacle, Sample
+from replicad.daemon.figures import GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
 from replicad.daemon.service import Answers, Feature, Host, Job, Peer
 from replicad.errors import SchemaMissing
 from replicad.postgres import schema as schemas
@@ -71,9 +71,9 @@ class SenderFigures:
         """`Source.details`."""
         return ()
 
-    def looks(self) -> Sequence[Look]:
+    def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
-        return (Look("senders", self._look, self._forget),)
+        return (FigureQuery("senders", self._look, self._forget),)
 
     async def _look(self) -> None:
         try:

@@ -11,7 +11,7 @@ from replicad.streams.queries import SCHEMA, installed
 
 
 @dataclass(frozen=True, slots=True)
-class Ack:
+class ReaderAck:
     """One ack: `instance` has delivered `stream` up to `token`, in the generation `epoch`."""
 
     stream: str
@@ -29,7 +29,7 @@ class SenderAck:
     acked_at: datetime | None
 
 
-async def note(db: Queries, acks: Sequence[Ack], *, schema: str = SCHEMA) -> None:
+async def note(db: Queries, acks: Sequence[ReaderAck], *, schema: str = SCHEMA) -> None:
     """Store acks; at most one for each stream and instance."""
     await call_value(
         db,

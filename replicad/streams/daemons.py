@@ -17,7 +17,7 @@ _COLUMNS = "name, pid, host(host) AS host, addresses, version, started_at, seen_
 
 
 @dataclass(frozen=True, slots=True)
-class Daemon:
+class DaemonBeat:
     """A daemon and its last beat. `host` is where Postgres sees it (None: a socket), `addresses` where clients connect.
 
     `silent_s`: seconds since the beat, by Postgres' clock.
@@ -72,8 +72,8 @@ async def leave(db: Queries, life: Life, *, schema: str = SCHEMA) -> None:
         await call_value(db, schema, "stream_daemon_leave", life.id)
 
 
-async def load(db: Queries, *, schema: str = SCHEMA) -> list[Daemon]:
+async def load(db: Queries, *, schema: str = SCHEMA) -> list[DaemonBeat]:
     """The daemons, by name; daemons that were silent for an hour are left out. Raises SchemaMissing."""
     with installed(schema):
         rows = await call_rows(db, schema, "stream_daemons", columns=_COLUMNS)
-    return [Daemon(**(dict(row) | {"addresses": tuple(row["addresses"])})) for row in rows]
+    return [DaemonBeat(**(dict(row) | {"addresses": tuple(row["addresses"])})) for row in rows]

@@ -365,7 +365,7 @@ async def rewind(db: Queries, stream: Stream, upto: int, *, schema: str = SCHEMA
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RetentionChange:
     """What `keep` found out: up to which id rows were removed, and after which id rows exist again that were taken for
     removed; None if that is not news.
     """
@@ -376,14 +376,14 @@ class Kept:
 
 async def keep(
     db: Queries, stream: Stream, lowest: int | None, position: int, trimmed: int | None, *, schema: str = SCHEMA
-) -> Kept:
+) -> RetentionChange:
     """Note the lowest id of a stream's table (None: it is empty), read after `position` was published. Where it has
     grown since the last note, tokens below are expired from now on. Where it lies at or below `trimmed`, the
     `trimmed_upto` of the same snapshot, tokens from there on are good again.
     """
     with installed(schema):
         row = await call_row(db, schema, "stream_keep", stream.number, stream.epoch, lowest, position, trimmed)
-    return Kept(row["gone"], row["back"])
+    return RetentionChange(row["gone"], row["back"])
 
 
 async def load_lineages(db: Queries, name: str | None = None, *, schema: str = SCHEMA) -> dict[str, Lineage]:

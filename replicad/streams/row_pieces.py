@@ -157,7 +157,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class PieceBounds:
     """Of one piece: rows, and about so many bytes. `blocks`: most ids have rows, so that it is read in blocks."""
 
     rows: int
@@ -165,7 +165,7 @@ class Bounds:
     blocks: Blocks | None = None
 
 
-async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds: Bounds) -> Piece:
+async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds: PieceBounds) -> Piece:
     """Read the rows of a segment in (after, upto] up to the bounds, but the rows of an id at least.
 
     If a row fails, the piece ends before it; if it is the first, the error is raised.
@@ -176,14 +176,14 @@ async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds
         assert segment.ranges is None
         piece = await _read_blocks(rows, after, upto, bounds.size, bounds.blocks)
         if piece is None:
-            piece = await read_piece(rows, segment, after, upto, Bounds(bounds.rows, bounds.size))
+            piece = await read_piece(rows, segment, after, upto, PieceBounds(bounds.rows, bounds.size))
             piece.no_blocks = True
         return piece
     while True:
         piece = await _try_to_read(rows, segment, after, upto, bounds)
         if piece is not None:
             return piece
-        bounds = Bounds(bounds.rows * GROWTH, bounds.size * GROWTH)  # a batch has more rows, or more bytes
+        bounds = PieceBounds(bounds.rows * GROWTH, bounds.size * GROWTH)  # a batch has more rows, or more bytes
 
 
 async def _read_blocks(rows: Rows, after: int, upto: int, size: int, blocks: Blocks) -> Piece | None:
@@ -213,7 +213,7 @@ async def _read_blocks(rows: Rows, after: int, upto: int, size: int, blocks: Blo
     return Piece(after, end, tuple(chunks), count, cut=end < upto)
 
 
-async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, bounds: Bounds) -> Piece | None:
+async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, bounds: PieceBounds) -> Piece | None:
     """A piece; None if the bounds have no room for one complete id."""
     chunks: list[Chunk] = []
     received = 0

@@ -13,10 +13,10 @@ from typing import Protocol
 from replicad.errors import RowUnreadable
 from replicad.postgres.bridge import Database
 from replicad.streams import acks, registry, rows_probe, stream_writers, troubles
-from replicad.streams.acks import Ack
+from replicad.streams.acks import ReaderAck
 from replicad.streams.lineage import Lineage
 from replicad.streams.queries import Impatient
-from replicad.streams.registry import Kept, Published, Rewound, Stream
+from replicad.streams.registry import Published, RetentionChange, Rewound, Stream
 from replicad.streams.registry_view import RegistryView
 from replicad.streams.row_text import Range
 from replicad.streams.rows import ChunkSink, Reads, RowSource
@@ -87,7 +87,7 @@ class Store(Protocol):
 
     async def rewind(self, stream: Stream, upto: int) -> Rewound: ...
 
-    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> Kept: ...
+    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> RetentionChange: ...
 
     async def taken(self, stream: Stream, after: int) -> int: ...
 
@@ -99,7 +99,7 @@ class Store(Protocol):
 class Notes(Protocol):
     """Where a daemon writes acks and troubles. `acks` and `troubles` have the docstrings of the methods."""
 
-    async def note_acks(self, some: Sequence[Ack]) -> None: ...
+    async def note_acks(self, some: Sequence[ReaderAck]) -> None: ...
 
     async def write_troubles(self, daemon: str, rows: Sequence[troubles.Row]) -> None: ...
 
@@ -211,7 +211,7 @@ class PostgresStore:
         """`registry.rewind`."""
         return await registry.rewind(self._db, stream, upto, schema=self._schema)
 
-    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> Kept:
+    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> RetentionChange:
         """`registry.keep`."""
         return await registry.keep(self._db, stream, lowest, position, trimmed, schema=self._schema)
 
@@ -235,7 +235,7 @@ class PostgresNotes:
         self._db = db
         self._schema = schema
 
-    async def note_acks(self, some: Sequence[Ack]) -> None:
+    async def note_acks(self, some: Sequence[ReaderAck]) -> None:
         """`acks.note`."""
         await acks.note(self._db, some, schema=self._schema)
 

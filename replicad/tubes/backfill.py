@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class BackfillIntervals:
     """How fast backfills go: times in seconds."""
 
     piece: int = 100_000  # ids per transaction: a few hundred ms, during which the tube's position does not move
@@ -52,7 +52,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BackfillJob:
     """A backfill of one attached table.
 
     `start_seq` is None when it is scheduled and has not begun; `seq` is then the control pod that schedules it.
@@ -73,7 +73,9 @@ class Backfiller:
     for open transactions stops when backfills of other tubes wait to run.
     """
 
-    def __init__(self, db: Database, schema: str, troubles: Troubles, pace: Pace = Pace()) -> None:
+    def __init__(
+        self, db: Database, schema: str, troubles: Troubles, pace: BackfillIntervals = BackfillIntervals()
+    ) -> None:
         """`db` needs one connection for each running backfill, and one for `run`."""
         self._db = db
         self._schema = schema
@@ -93,7 +95,7 @@ class Backfiller:
         """
         now = trio.current_time()
         self._resting = {key: until for key, until in self._resting.items() if until > now}
-        found: list[tuple[Job, TubeInfo]] = []
+        found: list[tuple[BackfillJob, TubeInfo]] = []
         if tubes:
             async with self._db.connection() as connection:
                 await connection.execute(f"SET lock_timeout = '{LOOK_LOCK_TIMEOUT}'")
@@ -112,14 +114,14 @@ class Backfiller:
             nursery.start_soon(self._do, job, key, tube.partitions)
         self._others_wait = bool(able)
 
-    def _may_start(self, job: Job, tube: TubeInfo) -> bool:
+    def _may_start(self, job: BackfillJob, tube: TubeInfo) -> bool:
         key = (job.tube, job.shard % tube.partitions)
         return key not in self._running and (job.tube, job.table) not in self._resting
 
     def _turn(self, tube: str) -> tuple[int, int]:
         return sum(key[0] == tube for key in self._running), self._last.get(tube, 0)
 
-    async def _jobs_or_none(self, connection: Connection, tube: TubeInfo) -> list[Job]:
+    async def _jobs_or_none(self, connection: Connection, tube: TubeInfo) -> list[BackfillJob]:
         """The jobs of one tube. If they cannot be read: none, and a trouble of that tube."""
         try:
             jobs = await self._jobs(connection, tube)
@@ -135,7 +137,7 @@ class Backfiller:
             self._retries.pop(key, None)
         return jobs
 
-    async def _jobs(self, connection: Connection, tube: TubeInfo) -> list[Job]:
+    async def _jobs(self, connection: Connection, tube: TubeInfo) -> list[BackfillJob]:
         """Backfills that have begun come before backfills that are only scheduled."""
         qualified = self._table("tube_qualified")
         begun = await connection.fetch(
@@ -151,11 +153,14 @@ class Backfiller:
             "ORDER BY seq LIMIT 1000"
         )
         return [
-            *(Job(tube.name, row["tbl"], row["order_col"], row["shard"], row["start_seq"]) for row in begun),
-            *(Job(tube.name, row["tbl"], row["order_col"], row["shard"], None, row["seq"]) for row in scheduled),
+            *(BackfillJob(tube.name, row["tbl"], row["order_col"], row["shard"], row["start_seq"]) for row in begun),
+            *(
+                BackfillJob(tube.name, row["tbl"], row["order_col"], row["shard"], None, row["seq"])
+                for row in scheduled
+            ),
         ]
 
-    async def _do(self, job: Job, key: tuple[str, int], partitions: int) -> None:
+    async def _do(self, job: BackfillJob, key: tuple[str, int], partitions: int) -> None:
         pause = self._pace.turn
         try:
             async with self._locked(key) as connection:
@@ -175,7 +180,7 @@ class Backfiller:
                 self._resting[job.tube, job.table] = trio.current_time() + pause
             self._running.discard(key)
 
-    def _end_trouble(self, job: Job) -> None:
+    def _end_trouble(self, job: BackfillJob) -> None:
         self._retries.pop((job.tube, job.table), None)
         self._failed.discard((job.tube, job.table))
         self._troubles.end("tube", job.tube, _cause(job.table))
@@ -188,7 +193,7 @@ class Backfiller:
             got = await connection.fetch_value("SELECT pg_try_advisory_lock($1, hashtext($2))", _LOCK_CLASS, name)
             yield connection if got else None  # Postgres releases the lock when the connection is reset or lost
 
-    async def _backfill(self, connection: Connection, job: Job, partitions: int) -> bool:
+    async def _backfill(self, connection: Connection, job: BackfillJob, partitions: int) -> bool:
         """Run the backfill to its end. False if it stopped before, for another tube."""
         events = log.bind(tube=job.tube, table=job.table, shard=job.shard)
         await self._check_attached(connection, job)
@@ -218,7 +223,7 @@ class Backfiller:
                 events.info("backfill_progress", ids=done, seconds=round(now - began, 1))
         return False
 
-    async def _check_attached(self, connection: Connection, job: Job) -> None:
+    async def _check_attached(self, connection: Connection, job: BackfillJob) -> None:
         """Refuse a backfill whose table is no longer there; the reason names the remedy."""
         query = (
             f"SELECT EXISTS (SELECT FROM {self._table('tube_attachment')} AS a JOIN pg_class AS c ON c.oid = a.tbl "
@@ -230,12 +235,12 @@ class Backfiller:
                 f"Cancel it: replicad tubes backfill {quote(job.tube)} --shards {job.shard} --cancel"
             )
 
-    async def _earlier_waits(self, connection: Connection, job: Job) -> bool:
+    async def _earlier_waits(self, connection: Connection, job: BackfillJob) -> bool:
         """Whether the first piece would be skipped. Asking costs little; a piece may read the whole table first."""
         query = f"SELECT {self._table('tube_backfilling')}($1, $2::text::regclass, $3)"
         return bool(await connection.fetch_value(query, job.tube, job.table, job.shard))
 
-    async def _next_piece(self, connection: Connection, job: Job, start_seq: str, *, begun: bool) -> Row:
+    async def _next_piece(self, connection: Connection, job: BackfillJob, start_seq: str, *, begun: bool) -> Row:
         """Put the next ids into the tube. The first piece also deletes the pod that scheduled the backfill.
 
         Raises _Cancelled, with nothing written, if the backfill was cancelled or replaced.
@@ -279,7 +284,7 @@ class Backfiller:
         milliseconds = int(self._pace.statement * 1000)
         await connection.execute(f"SET LOCAL statement_timeout = {milliseconds}")
 
-    async def _begin(self, connection: Connection, job: Job) -> str | None:
+    async def _begin(self, connection: Connection, job: BackfillJob) -> str | None:
         """Steps 1 and 2: read the sequence, then wait for the transactions that may still write pods below that number.
 
         Returns None if it stopped for another tube.

@@ -17,7 +17,7 @@ _TAG = re.compile(r" [ck][0-9a-f]{32}\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LeaseHolder:
     """Who claims a lease. `by_connection`: the lease is bound to the connection, not to a key."""
 
     name: str
@@ -34,12 +34,12 @@ class Holder:
         return self.tag.startswith("c")
 
 
-def holder_of(given: str, client: str, connection: str) -> Holder:
+def holder_of(given: str, client: str, connection: str) -> LeaseHolder:
     """The holder that a CLAIM means. `given`: `NAME` or `NAME!KEY`; `connection`: unique among all daemons."""
     name, mark, key = given.partition("!")
     kind, secret = ("k", key) if mark else ("c", connection)
     tag = kind + sha256(f"{client} {secret}".encode()).hexdigest()[:32]
-    return Holder(f"{client}/{name}" if client else name, tag)
+    return LeaseHolder(f"{client}/{name}" if client else name, tag)
 
 
 def belongs_to(stored: str, client: str) -> bool:

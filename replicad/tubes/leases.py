@@ -18,7 +18,7 @@ from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.commands import Lease, Part
-from replicad.tubes.holders import Holder
+from replicad.tubes.holders import LeaseHolder
 
 LONGEST_GAP = 1.5  # seconds; a longer gap between two looks counts as this. A daemon looks every second
 
@@ -76,7 +76,7 @@ class LeaseBook:
         silent = self._watch.observe((row["beat"] for row in rows), self._now())
         return [LeaseView(**dict(row), silent=silent[row["beat"]]) for row in rows]
 
-    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, expired: Sequence[int]) -> Lease:
+    async def claim(self, tube: str, part: Part, holder: LeaseHolder, ttl: float, expired: Sequence[int]) -> Lease:
         """Get the lease of a partition. `expired`: beats of leases of the tube that a look has found expired.
 
         The holder of exactly this lease keeps its term. A lease of its name whose connection has ended gets a new term.
@@ -98,7 +98,7 @@ class LeaseBook:
         )
         return Lease(tube, part, row["term"], ttl)
 
-    async def let_go(self, holders: Sequence[Holder]) -> None:
+    async def let_go(self, holders: Sequence[LeaseHolder]) -> None:
         """The connections that these holders are bound to have ended: another one under the name may have the lease."""
         await self._own.execute(
             f"UPDATE {self._table} SET holder = split_part(holder, ' ', 1) WHERE holder = ANY ($1::text[])",

@@ -49,7 +49,7 @@ class TubeInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class PodReadBounds:
     """The bounds of a read: nothing above the tube's `position`; at most `limit` pods, `backfill` of them of backfills;
     about `ids` ids, but one pod at least. None: no bound.
     """
@@ -101,7 +101,7 @@ class PodBook:
     def _table(self, tube: str) -> str:
         return f"{quote_ident(self._schema)}.{quote_ident(tube)}"
 
-    async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds) -> CursorAt:
+    async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: PodReadBounds) -> CursorAt:
         """How far to read behind `after`.
 
         Raises:
@@ -123,7 +123,7 @@ class PodBook:
         return CursorAt(tube, part, Cursor(row["regular"], row["backfill"]), row["pods"])
 
     async def short(
-        self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds
+        self, tube: str, part: Part, term: int, after: Cursor, bounds: PodReadBounds
     ) -> tuple[CursorAt, bytes] | None:
         """The results of `plan` and `lines` together, if these are few and small pods of a partition of the tube. None
         if they are not, if the bounds leave some out, or if the lease does not cover the partition: then `plan` shows
@@ -164,7 +164,7 @@ class PodBook:
             LeaseLost: the term does not cover the partition (any more).
         """
         pods = 0
-        queue = _Queue()
+        queue = _ReadBuffer()
         lock = f"LOCK TABLE {self._table(tube)} IN ACCESS SHARE MODE"
 
         async def fetch(pass_on: Pass[bytes]) -> None:
@@ -192,7 +192,7 @@ class PodBook:
         await read_ahead(fetch, take, waiting=math.inf)  # the queue bounds it
         return pods
 
-    async def _copy(self, query: str, lock: str, limit: int | None, queue: _Queue, pass_on: Pass[bytes]) -> _Read:
+    async def _copy(self, query: str, lock: str, limit: int | None, queue: _ReadBuffer, pass_on: Pass[bytes]) -> _Read:
         """Pass on the first pods of a query, as many as the limits allow; one pod at least, however large it is."""
         size = pods = 0
         last = b""
@@ -298,7 +298,7 @@ class _Read:
     last: int | None
 
 
-class _Queue:
+class _ReadBuffer:
     """The bytes that were read and wait for the reader."""
 
     def __init__(self) -> None:

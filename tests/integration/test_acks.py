@@ -12,7 +12,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.sender.intake import Upstream, client_upstream
 from replicad.streams import acks, registry, trimming
-from replicad.streams.serving.pace import Pace as StreamPace
+from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import install, psql
 from tests.daemons import Daemon, Paces
 
@@ -23,7 +23,7 @@ HELLO = ("SERVER .*",)
 
 @pytest.fixture
 def paces() -> Paces:
-    return Paces(streams=StreamPace(acks=0.05))
+    return Paces(streams=StreamIntervals(acks=0.05))
 
 
 async def known(database: Database, stream: str, **wanted: int | None) -> None:

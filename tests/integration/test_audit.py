@@ -20,12 +20,12 @@ from replicad.streams.row_text import RowText
 from replicad.streams.rows import RowSource
 from replicad.streams.serving import audit
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.pace import Pace as StreamPace
+from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 from tests.integration.conftest import Connect, Netcat
 
-QUICK = Paces(streams=StreamPace(late_look=0.1, audit_after=0.2, look=0.1))
+QUICK = Paces(streams=StreamIntervals(late_look=0.1, audit_after=0.2, look=0.1))
 _ROW = re.compile(r"RDATA events \S+ (\S+) (.*)")
 
 Start = Callable[..., AbstractAsyncContextManager[Daemon]]
@@ -408,7 +408,7 @@ async def test_a_trim_that_comes_after_the_look_at_the_lowest_id_stays(events: D
             await trio.sleep(0.05)
     before = await registry.load_stream(events, "events")
     await events.execute("SELECT replicad.stream_trim('events', 5); SELECT replicad.stream_trim('events', 5)")
-    assert await registry.keep(events, before, 1, 20, before.trimmed_upto) == registry.Kept(None, None)
+    assert await registry.keep(events, before, 1, 20, before.trimmed_upto) == registry.RetentionChange(None, None)
     assert (await registry.load_stream(events, "events")).trimmed_upto == 5
 
 

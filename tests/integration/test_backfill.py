@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from replicad.postgres.bridge import Database
-from replicad.tubes.backfill import Pace as BackfillPace
+from replicad.tubes.backfill import BackfillIntervals
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
@@ -20,7 +20,7 @@ PUT_IN = "payload ->> 'type' IS DISTINCT FROM 'backfill_schedule'"  # all but wh
 
 def at_pace(**changes: Any) -> Paces:
     """The daemon's usual pace, but for its backfills."""
-    return Paces(tubes=TubeIntervals(backfills=BackfillPace(**changes)))
+    return Paces(tubes=TubeIntervals(backfills=BackfillIntervals(**changes)))
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from replicad.sender.items import START, Order, Pdu
 from replicad.sender.store import Entry, Recording, SenderStore, open_store
 from replicad.streams import acks, registry
 from replicad.tubes.commands import Part
-from replicad.tubes.holders import Holder
+from replicad.tubes.holders import LeaseHolder
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook
 from tests.conftest import FAST, PATIENCE, install, psql, server_folder
@@ -78,7 +78,7 @@ async def everything(lazy_url: str) -> AsyncIterator[Everything]:
         await db.execute("DELETE FROM replicad.presence_user; DELETE FROM replicad.redis_publisher")
         await db.execute("DELETE FROM replicad.federation_sender; DELETE FROM replicad.federation_destination")
         await db.execute("SELECT tube.a_touch(0, ARRAY[1, 2]::bigint[], 'T'), tube.a_touch(0, ARRAY[3]::bigint[], 'T')")
-        lease = await LeaseBook(db, "tube").claim("a", Part(0, 1), Holder("me", "c1"), 60.0, [])
+        lease = await LeaseBook(db, "tube").claim("a", Part(0, 1), LeaseHolder("me", "c1"), 60.0, [])
         stream = await registry.load_stream(db, "events")
         with suppress(DatabaseError):  # the crash ends the session that it lets go of at the end
             async with open_store(db, "replicad", "s1", ["s1"], ["events"]) as store:
@@ -87,7 +87,7 @@ async def everything(lazy_url: str) -> AsyncIterator[Everything]:
 
 
 async def note_ack(at: Everything) -> None:
-    await acks.note(at.db, [acks.Ack(at.stream.name, at.stream.epoch, "s1", 1)])
+    await acks.note(at.db, [acks.ReaderAck(at.stream.name, at.stream.epoch, "s1", 1)])
     assert await acks.load(at.db, at.stream.name)
 
 
@@ -112,7 +112,7 @@ async def take_slots(at: Everything) -> None:
 async def claim_lease(at: Everything) -> None:
     await at.db.execute("DELETE FROM tube.tube_lease")
     await flush(at.db)
-    await LeaseBook(at.db, "tube").claim("a", Part(0, 1), Holder("you", "c2"), 60.0, [])
+    await LeaseBook(at.db, "tube").claim("a", Part(0, 1), LeaseHolder("you", "c2"), 60.0, [])
 
 
 async def ack_pods(at: Everything) -> None:
@@ -274,7 +274,7 @@ async def test_streams_are_served_after_a_restart_although_the_standby_is_away(
 
 
 async def test_a_renewal_waits_for_no_standby_and_a_new_term_does(standby_away: str) -> None:
-    where, me, you = ("a", Part(0, 1)), Holder("me", "c1"), Holder("you", "c2")
+    where, me, you = ("a", Part(0, 1)), LeaseHolder("me", "c1"), LeaseHolder("you", "c2")
     async with (
         open_database(standby_away, size=2, application_name="replicad own", local_commits=True) as own,
         open_database(standby_away, size=2, application_name="replicad test") as db,

@@ -21,12 +21,12 @@ from structlog.testing import capture_logs
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import poller, supervision
 from replicad.daemon.announcing import Announcing
-from replicad.daemon.daemon import Pace as DaemonPace
+from replicad.daemon.daemon import DaemonIntervals
 from replicad.daemon.deadlines import Deadlines
 from replicad.daemon.listener import Acceptor, Pauses
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.poller import Outages
-from replicad.daemon.relay import Pace as RelayPace
+from replicad.daemon.relay import RelayIntervals
 from replicad.daemon.rounds import Rounds
 from replicad.daemon.session import Session
 from replicad.daemon.supervision import Restarts
@@ -51,9 +51,8 @@ from replicad.streams import acks, daemons, registry, registry_view, troubles
 from replicad.streams.rows import RowSource
 from replicad.streams.serving import audit, catchups
 from replicad.streams.serving.audit import Audit
-from replicad.streams.serving.pace import Pace as StreamPace
-from replicad.tubes.backfill import Backfiller
-from replicad.tubes.backfill import Pace as BackfillPace
+from replicad.streams.serving.intervals import StreamIntervals
+from replicad.tubes.backfill import Backfiller, BackfillIntervals
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook
 from replicad.tubes.serving.waiting import TubeIntervals
@@ -83,13 +82,13 @@ def paces() -> Paces:
     restarts = Restarts(first=0.01, longest=0.02, steady=0.2)
     retry: Any = {"retry": 0.01, "longest_retry": 0.02, "restarts": restarts}
     return Paces(
-        DaemonPace(
+        DaemonIntervals(
             Outages(first=0.01, longest=0.02),
-            RelayPace(patience=0.05, **retry),
+            RelayIntervals(patience=0.05, **retry),
             Pauses(first=0.01, longest=0.02),
             restarts,
         ),
-        StreamPace(
+        StreamIntervals(
             look=0.05,
             follow_retry=0.01,
             copy_retry=0.01,
@@ -100,7 +99,7 @@ def paces() -> Paces:
             late_look=0.05,
             restarts=restarts,
         ),
-        TubeIntervals(look=0.05, backfills=BackfillPace(retry=0.02, retry_max=0.02), restarts=restarts),
+        TubeIntervals(look=0.05, backfills=BackfillIntervals(retry=0.02, retry_max=0.02), restarts=restarts),
         PresenceIntervals(look=0.05, ips=0.01, sweep=0.05, **retry),
     )
 

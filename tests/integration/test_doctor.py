@@ -16,7 +16,7 @@ from replicad.config.settings import Address, DatabaseSettings, ServerSettings
 from replicad.errors import ConnectionLost, DatabaseUnavailable
 from replicad.operations.doctor.declared import Check, Finding, Level
 from replicad.operations.doctor.run import CHECKS, examine
-from replicad.operations.doctor.seen import Seen, Thresholds
+from replicad.operations.doctor.seen import Evidence, Thresholds
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, troubles
 from tests import doctor_page as page
@@ -53,7 +53,7 @@ class World:
         """What the check finds."""
         url = self.url if self.user is None else re.sub(r"//[^@]*@", f"//{self.user}@", self.url)
         async with open_database(url, size=2, application_name=self.session) as db:
-            seen = Seen(db, self.settings, self.thresholds, folder=self.folder, daemon=self.daemon)
+            seen = Evidence(db, self.settings, self.thresholds, folder=self.folder, daemon=self.daemon)
             return [finding async for _, finding in examine(seen, [*others, check])]
 
 
@@ -369,7 +369,7 @@ async def test_a_role_that_may_look_at_nothing_is_told_which_right_it_lacks_and_
 
 
 async def test_without_a_database_only_what_needs_none_is_checked() -> None:
-    seen = Seen(DatabaseUnavailable("Postgres is away"), DatabaseSettings(database="postgresql://x@y/z"))
+    seen = Evidence(DatabaseUnavailable("Postgres is away"), DatabaseSettings(database="postgresql://x@y/z"))
     found = [(check.name, one.level, one.text) async for check, one in examine(seen)]
     assert found[0] == ("database", FAILING, "Postgres is away")
     assert [name for name, level, _ in found if level] == ["database"]
@@ -377,17 +377,17 @@ async def test_without_a_database_only_what_needs_none_is_checked() -> None:
 
 
 @asynccontextmanager
-async def broken_check(run: Callable[[Seen], Awaitable[Any]]) -> AsyncIterator[list[Finding]]:
+async def broken_check(run: Callable[[Evidence], Awaitable[Any]]) -> AsyncIterator[list[Finding]]:
     check = Check("odd", "nothing", "never", None, "none", run, needs=None)
-    seen = Seen(DatabaseUnavailable("x"), DatabaseSettings())
+    seen = Evidence(DatabaseUnavailable("x"), DatabaseSettings())
     yield [one async for _, one in examine(seen, [check, BY_NAME["disk"]], longest=0.1)]
 
 
 async def test_a_check_that_hangs_or_has_a_defect_hides_no_other() -> None:
-    async def hang(_: Seen) -> Any:
+    async def hang(_: Evidence) -> Any:
         await trio.sleep_forever()
 
-    async def fail(_: Seen) -> Any:
+    async def fail(_: Evidence) -> Any:
         raise ZeroDivisionError("a defect")
 
     async with broken_check(hang) as found:

@@ -283,12 +283,12 @@ async def test_a_scrape_is_answered_in_time_while_postgres_hangs(
 ) -> None:
     async with serving(own_postgres.url, settings) as daemon:
         await ask(daemon.http, "/metrics")
-        await trio.sleep(server.Pace().fresh)  # so that the next scrape wants to look again
+        await trio.sleep(server.LookIntervals().fresh)  # so that the next scrape wants to look again
         with frozen(own_postgres):
             found = await ask(daemon.http, "/metrics")  # Postgres is frozen until it is answered
             assert found.status == 200
             assert found.value('replicad_tube_pods{partition="0",tube="orders"}') == 0, "as seen some seconds ago"
-            assert found.value('replicad_look_age_seconds{look="tubes"}') > server.Pace().fresh - 1
+            assert found.value('replicad_look_age_seconds{look="tubes"}') > server.LookIntervals().fresh - 1
             silent = await ask_until(daemon.http, "/readyz", lambda one: one.status == 503)
             assert "Postgres has not answered for" in silent
             assert (await ask(daemon.http, "/metrics")).value("replicad_database_up") == 0
@@ -297,7 +297,7 @@ async def test_a_scrape_is_answered_in_time_while_postgres_hangs(
         await ask_until(
             daemon.http,
             "/metrics",
-            lambda one: one.value('replicad_look_age_seconds{look="tubes"}') < server.Pace().fresh,
+            lambda one: one.value('replicad_look_age_seconds{look="tubes"}') < server.LookIntervals().fresh,
         )
 
 
@@ -609,9 +609,9 @@ async def test_a_port_that_is_in_use_and_a_missing_extra_are_sentences_at_the_st
 async def test_http_that_fails_is_started_again_on_its_port_and_clients_notice_nothing(
     start_daemon: Start, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, fail, starts = server.Server.run, trio.Event(), 0
+    real, fail, starts = server.HttpServer.run, trio.Event(), 0
 
-    async def run(self: server.Server, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self: server.HttpServer, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         nonlocal starts
         starts += 1
         if starts > 1:
@@ -623,7 +623,7 @@ async def test_http_that_fails_is_started_again_on_its_port_and_clients_notice_n
             await fail.wait()
             raise RuntimeError("a defect")
 
-    monkeypatch.setattr(server.Server, "run", run)
+    monkeypatch.setattr(server.HttpServer, "run", run)
     async with start_daemon() as daemon:
         address = daemon.addresses[0]
         async with await trio.open_tcp_stream(address.host, address.port) as client:

@@ -21,7 +21,7 @@ import trio.testing
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon.arrivals import LIVE
 from replicad.operations.http import wire
-from replicad.operations.http.app import Pages
+from replicad.operations.http.app import HttpPages
 from replicad.postgres.bridge import Database, open_database
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
@@ -100,15 +100,15 @@ async def test_health_checks_have_places_of_their_own_and_an_address_leaves_some
     events: Database, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, began = trio.Event(), 0
-    clients = Pages.clients
+    clients = HttpPages.clients
 
-    async def hang(self: Pages, *arguments: Any) -> Any:
+    async def hang(self: HttpPages, *arguments: Any) -> Any:
         nonlocal began
         began += 1
         await go_on.wait()
         return await clients(self, *arguments)
 
-    monkeypatch.setattr(Pages, "clients", hang)
+    monkeypatch.setattr(HttpPages, "clients", hang)
     request = b"GET /clients HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     async with start_daemon(http_connections=4) as daemon:
         with crowd(daemon.http, 10, request) as links:
@@ -147,19 +147,19 @@ async def test_a_crowd_that_reads_no_answer_keeps_no_other_address_from_one(
 async def test_requests_of_a_crowd_are_answered_one_in_a_turn_of_the_event_loop(
     events: Database, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_turn, most, answer = 0, 0, Pages.answer
+    in_turn, most, answer = 0, 0, HttpPages.answer
 
     class Count(trio.abc.Instrument):
         def before_io_wait(self, timeout: float) -> None:
             nonlocal in_turn, most
             in_turn, most = 0, max(most, in_turn)
 
-    async def counted(self: Pages, request: Any) -> Any:
+    async def counted(self: HttpPages, request: Any) -> Any:
         nonlocal in_turn
         in_turn += 1
         return await answer(self, request)
 
-    monkeypatch.setattr(Pages, "answer", counted)
+    monkeypatch.setattr(HttpPages, "answer", counted)
     requests = b"GET /nothing HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20 + b"GET / HTTP/1.0\r\n\r\n"
     async with start_daemon() as daemon:
         trio.lowlevel.add_instrument(count := Count())

@@ -15,8 +15,8 @@ from replicad.streams import registry
 from replicad.streams.lineage import Lineage
 from replicad.streams.registry import Stream
 from replicad.streams.serving.audit import Audit
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import Lane
-from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.ranges import CountedRange
 from replicad.streams.serving.stretches import Tally
 from replicad.streams.serving.windows import PostgresWindows
@@ -44,7 +44,7 @@ class Feed:
 class Watch:
     """A stream `events`, looked at when the test says so."""
 
-    def __init__(self, db: Database, feed: Feed, pace: Pace) -> None:
+    def __init__(self, db: Database, feed: Feed, pace: StreamIntervals) -> None:
         self.db, self.feed, self.troubles = db, feed, Troubles()
         self.late = Audit(PostgresWindows(db, pace.late_rows, "replicad"), {"events": feed}, self.troubles, pace)
 
@@ -74,7 +74,7 @@ class Watch:
         return self.troubles.why("stream", "events")
 
 
-async def watch(db: Database, sql: str, method: str = "lock_watch", pace: Pace = Pace()) -> Watch:
+async def watch(db: Database, sql: str, method: str = "lock_watch", pace: StreamIntervals = StreamIntervals()) -> Watch:
     await schema.install(db, "stream")
     await db.execute(sql)
     stream = (await registry.add(db, "events", "events", "id", method=method)).stream
@@ -110,7 +110,7 @@ async def test_a_late_row_whose_id_has_rows_already_is_found(database: Database)
 
 async def test_the_window_is_narrower_where_ids_have_many_rows(database: Database) -> None:
     sql = "CREATE TABLE events (id bigserial, body text); CREATE INDEX ON events (id)"
-    events = await watch(database, sql, pace=Pace(late_rows=100))
+    events = await watch(database, sql, pace=StreamIntervals(late_rows=100))
     await database.execute("INSERT INTO events SELECT g / 30 FROM generate_series(30, 3029) AS g")
     assert await events.look(100) is None
     assert events.late._seen["events"].window.after == 97
@@ -292,7 +292,7 @@ async def test_a_locked_table_delays_a_look_by_little_and_hides_nothing(database
 
 
 async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked_at(database: Database) -> None:
-    events = await watch(database, PLAIN, pace=Pace(late_look=0.05, late_lasts=1.0))
+    events = await watch(database, PLAIN, pace=StreamIntervals(late_look=0.05, late_lasts=1.0))
     broken = replace(events.feed, stream=replace(events.feed.stream, name="broken", id_column="gone"))
     events.late._feeds = {"broken": broken, "events": events.feed}
     events.feed.sent_upto = 5

@@ -17,7 +17,7 @@ from replicad.client.trio_client import open_client
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.streams import registry, stream_writers
-from replicad.streams.serving.pace import Pace as StreamPace
+from replicad.streams.serving.intervals import StreamIntervals
 from tests.daemons import Daemon, Paces
 
 from .clients.both import TrioInThread
@@ -86,7 +86,7 @@ async def test_any_number_of_writers_is_followed_by_every_client_through_a_resta
                 found, tokens[kind] = await trio.to_thread.run_sync(follow, kind, port, "EARLIEST", writers)
             assert found == everybody
         crowded = bool(daemon.troubles.of("stream", "facts"))
-        assert crowded == (writers > StreamPace().max_listed)
+        assert crowded == (writers > StreamIntervals().max_listed)
     async with start_daemon() as daemon:
         port = daemon.addresses[0].port
         await write(facts, 1, writers)
@@ -304,7 +304,7 @@ async def test_no_row_is_missed_while_writers_join_are_retired_and_become_too_ma
                 await trio.sleep(1.5)
 
     async with (
-        start_daemon(Paces(streams=StreamPace(max_listed=30))) as daemon,
+        start_daemon(Paces(streams=StreamIntervals(max_listed=30))) as daemon,
         open_client("127.0.0.1", daemon.addresses[0].port, name="r") as client,
     ):
         await daemon.publisher.find("facts")

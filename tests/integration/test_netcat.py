@@ -17,7 +17,7 @@ from replicad.daemon import daemon as daemon_module
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 from replicad.streams import registry
-from replicad.streams.serving.pace import Pace as StreamPace
+from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 from tests.roles import as_daemon
@@ -235,7 +235,7 @@ async def test_what_cannot_be_done_is_said_and_the_connection_stays(
 
 
 async def test_a_token_beyond_the_position_is_refused(events: Database, start_daemon: Callable[..., Any]) -> None:
-    async with start_daemon(Paces(streams=StreamPace(ahead=0.1))) as other, netcat_to(other) as nc:
+    async with start_daemon(Paces(streams=StreamIntervals(ahead=0.1))) as other, netcat_to(other) as nc:
         await nc.expect(*HELLO)
         await nc.send("REPLICATE events 99")
         await nc.expect("ERROR token_ahead: token 99 is ahead of stream events, whose position is 0; .*")
@@ -293,7 +293,7 @@ async def test_a_row_of_any_content_is_one_valid_line(events: Database, nc: Netc
     assert json.loads(line.removeprefix("RDATA events master 1 ")) == [nasty]
 
 
-@pytest.mark.parametrize("paces", [Paces(streams=StreamPace(late_look=0.1))])
+@pytest.mark.parametrize("paces", [Paces(streams=StreamIntervals(late_look=0.1))])
 async def test_a_row_that_turns_up_below_the_position_is_an_alarm(events: Database, daemon: Daemon) -> None:
     """Its id was taken in another transaction than its insert, which only a reservation covers."""
     early = await events.fetch_value("SELECT nextval('events_id_seq')")

@@ -14,7 +14,7 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.relay import MAX_LINE, Pace, Relay, RelayKey
+from replicad.daemon.relay import MAX_LINE, Relay, RelayIntervals, RelayKey
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
@@ -145,7 +145,7 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
 
 
 async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: Database) -> None:
-    relay = Relay(database, relay_key, EVERY, Troubles(), Pace(max_waiting=10_000))
+    relay = Relay(database, relay_key, EVERY, Troubles(), RelayIntervals(max_waiting=10_000))
     for number in range(1000):
         relay.broadcast(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")
@@ -256,8 +256,8 @@ async def test_daemons_hear_each_other_again_after_the_key_was_changed(database:
     troubles = Troubles()
 
     before = await channel()
-    one = Relay(database, key, EVERY, Troubles(), Pace(channel=0.05))
-    two = Relay(database, key, EVERY, troubles, Pace(channel=0.05))
+    one = Relay(database, key, EVERY, Troubles(), RelayIntervals(channel=0.05))
+    two = Relay(database, key, EVERY, troubles, RelayIntervals(channel=0.05))
     two.on(RemoteServerUp, heard.append)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one.run)

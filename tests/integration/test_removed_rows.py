@@ -20,7 +20,7 @@ from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Vector
 from replicad.spark.offsets import StreamOffset
 from replicad.streams import registry
-from replicad.streams.serving.pace import Pace as StreamPace
+from replicad.streams.serving.intervals import StreamIntervals
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
@@ -39,7 +39,7 @@ ROWS, REMOVED = 20, 10
 
 @pytest.fixture
 def paces() -> Paces:
-    streams = StreamPace(late_look=0.1, audit_after=0.2, look=0.1, kept_look=0.0)
+    streams = StreamIntervals(late_look=0.1, audit_after=0.2, look=0.1, kept_look=0.0)
     return replace(Paces(streams=streams), redis=QUICK)
 
 

@@ -23,7 +23,7 @@ from replicad.streams import registry
 from replicad.streams.chunks import Chunk
 from replicad.streams.rows import FEW, RowSource
 from replicad.tubes.commands import Part
-from replicad.tubes.pods import Bounds, PodBook, Span
+from replicad.tubes.pods import PodBook, PodReadBounds, Span
 from tests.conftest import PATIENCE, install, psql
 from tests.other_servers import PROGRAMS, other_server
 
@@ -226,7 +226,7 @@ async def test_each_read_of_a_tube_that_waits_for_a_rewrite_finds_all_pods(db: D
     term = await db.fetch_value("SELECT term FROM tube.tube_lease_claim('t', 1, 0, 'me', '1 hour', '{}')")
     book, part = PodBook(db, db, db, "tube"), Part(0, 1)
     last = await db.fetch_value("SELECT max(seq) FROM tube.t")
-    bounds = Bounds(position=last, limit=1000)
+    bounds = PodReadBounds(position=last, limit=1000)
 
     async def renew() -> None: ...
 

@@ -11,7 +11,7 @@ from replicad.config.settings import DatabaseSettings
 from replicad.errors import DatabaseError
 from replicad.operations.doctor.database_checks import DATABASE_CHECKS
 from replicad.operations.doctor.declared import Level
-from replicad.operations.doctor.seen import Seen
+from replicad.operations.doctor.seen import Evidence
 from replicad.postgres.bridge import Database
 from replicad.streams import registry, status
 from tests.conftest import PATIENCE, psql
@@ -40,7 +40,7 @@ def team(database_url: str, postgres_url: str) -> Iterator[str]:
 
 async def refused_by_doctor(database: Database) -> bool:
     [check] = [check for check in DATABASE_CHECKS if check.name == "rights"]
-    found = list(await check.run(Seen(database, DatabaseSettings(database=""))))
+    found = list(await check.run(Evidence(database, DatabaseSettings(database=""))))
     return any(one.level is Level.FAILING and "row security can hide rows" in one.text for one in found)
 
 

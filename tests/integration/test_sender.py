@@ -22,7 +22,7 @@ from replicad.sender.sender import Sender
 from replicad.sender.settings import Delivery, Routing, SenderBounds, SenderSettings
 from replicad.sender.store import SenderStore
 from replicad.streams import registry
-from replicad.streams.serving.pace import Pace as StreamPace
+from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 from tests.roles import as_daemon
@@ -57,7 +57,7 @@ async def facts(database: Database, daemon: Daemon) -> Database:
 @pytest.fixture
 def paces() -> Paces:
     """A token that lies ahead is refused soon."""
-    return Paces(streams=StreamPace(ahead=0.1))
+    return Paces(streams=StreamIntervals(ahead=0.1))
 
 
 @pytest.fixture

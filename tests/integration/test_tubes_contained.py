@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
 from replicad.streams import troubles
-from replicad.tubes.backfill import Pace as BackfillPace
+from replicad.tubes.backfill import BackfillIntervals
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.commands import replicad
 from tests.daemons import Daemon, Paces
@@ -171,7 +171,7 @@ def cli_rows(url: str) -> list[list[dict[str, Any]]]:
     return [cli(url, "tubes", "list"), cli(url, "tubes", "stats"), cli(url, "top")]
 
 
-@pytest.mark.parametrize("paces", [Paces(tubes=TubeIntervals(backfills=BackfillPace(retry=1.0)))])
+@pytest.mark.parametrize("paces", [Paces(tubes=TubeIntervals(backfills=BackfillIntervals(retry=1.0)))])
 async def test_a_broken_touch_function_fails_the_backfill_of_its_tube_only_and_until_it_is_mended(
     tubes: Database, daemon: Daemon, netcat: Connect
 ) -> None:
@@ -187,7 +187,7 @@ async def test_a_broken_touch_function_fails_the_backfill_of_its_tube_only_and_u
     await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
 
 
-@pytest.mark.parametrize("paces", [Paces(tubes=TubeIntervals(backfills=BackfillPace(piece=250, max_backlog=1)))])
+@pytest.mark.parametrize("paces", [Paces(tubes=TubeIntervals(backfills=BackfillIntervals(piece=250, max_backlog=1)))])
 async def test_two_backfills_that_wait_for_workers_leave_a_turn_to_another_tube(
     tubes: Database, daemon: Daemon
 ) -> None:
@@ -247,7 +247,7 @@ STEPS = {
 
 @pytest.mark.parametrize("error", [OSError("x"), MemoryError(), ValueError("x"), AssertionError(), DatabaseError("x")])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("paces", [Paces(tubes=TubeIntervals(look=0.05, backfills=BackfillPace(retry=0.5)))])
+@pytest.mark.parametrize("paces", [Paces(tubes=TubeIntervals(look=0.05, backfills=BackfillIntervals(retry=0.5)))])
 async def test_what_a_step_raises_ends_that_step_only_and_is_reported_until_it_works_again(
     tubes: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
 ) -> None:

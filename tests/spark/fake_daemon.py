@@ -39,7 +39,7 @@ from replicad.errors import (
 )
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Auth, Error, Ping, Server
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.tokens import Cursor, Vector
 from replicad.protocol.words import Side
 from replicad.streams.commands import Position, Rdata, Replicate, Writers
@@ -223,7 +223,7 @@ class FakeDaemon:
             threading.Thread(target=self._serve, args=(one,), daemon=True).start()
 
     def _serve(self, one: socket.socket) -> None:
-        core = Connection(Side.SERVER, VOCABULARY, now=time.monotonic(), wants_auth=self.token is not None)
+        core = ProtocolConnection(Side.SERVER, VOCABULARY, now=time.monotonic(), wants_auth=self.token is not None)
 
         sending = threading.Lock()
 

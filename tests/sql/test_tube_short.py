@@ -11,7 +11,7 @@ import trio
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.commands import CursorAt, Part
-from replicad.tubes.pods import FEW_PODS, Bounds, PodBook, Span
+from replicad.tubes.pods import FEW_PODS, PodBook, PodReadBounds, Span
 
 PARTITIONS = 3
 CLAIM = "SELECT term FROM tube.tube_lease_claim('a', $1, $2, 'me', '1 hour', '{}')"
@@ -25,7 +25,9 @@ async def indexed(db: Database, tube_url: str) -> AsyncIterator[Database]:
         yield opened
 
 
-async def in_two_steps(book: PodBook, part: Part, term: int, after: Cursor, bounds: Bounds) -> tuple[CursorAt, bytes]:
+async def in_two_steps(
+    book: PodBook, part: Part, term: int, after: Cursor, bounds: PodReadBounds
+) -> tuple[CursorAt, bytes]:
     planned = await book.plan("a", part, term, after, bounds)
     read: list[bytes] = []
 
@@ -60,7 +62,7 @@ async def test_a_short_read_gives_what_a_plan_and_a_copy_give_or_nothing(db: Dat
             await db.execute("SELECT tube.tube_low_raise('a', $1, $2, $3)", PARTITIONS, number, last)
         position = max(0, last - some.choice((0, 0, 1, 5)))
         after = Cursor(max(0, position - some.randrange(60)), max(0, position - some.randrange(60)))
-        bounds = Bounds(
+        bounds = PodReadBounds(
             position, some.choice((1000, 1000, 3)), some.choice((None, 1, 5)), some.choice((None, None, 0, 1))
         )
         part = Part(number, PARTITIONS)
@@ -81,7 +83,7 @@ async def test_a_short_read_is_refused_without_the_lease_or_with_another_number_
     last = await db.fetch_value("SELECT last_value FROM tube.tube_seq")
 
     async def short(part: Part, term: int) -> int | None:
-        found = await book.short("a", part, term, start, Bounds(last, 10))
+        found = await book.short("a", part, term, start, PodReadBounds(last, 10))
         return None if found is None else found[0].pods
 
     assert await short(part, term) == 1
@@ -99,7 +101,7 @@ async def test_more_or_larger_pods_are_left_to_a_plan(db: Database, indexed: Dat
 
     async def short() -> tuple[CursorAt, bytes] | None:
         last = await db.fetch_value("SELECT last_value FROM tube.tube_seq")
-        return await book.short("a", part, term, start, Bounds(last, 1000))
+        return await book.short("a", part, term, start, PodReadBounds(last, 1000))
 
     for number in range(FEW_PODS):
         await db.execute("SELECT tube.a_touch(0, ARRAY[$1::bigint], 'U')", number)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from replicad.client.requests import PodBlock, ask_for_blocks
 from replicad.client.steps import Receive, Send
 from replicad.errors import EncodingUnavailable, LeaseLost, RemoteProtocolError, TubeRefused
-from replicad.protocol.connection import Connection, Timing
+from replicad.protocol.connection import ProtocolConnection, Timing
 from replicad.protocol.lines import LineTooLong, MixedBuffer
 from replicad.protocol.tokens import Cursor
 from replicad.protocol.words import Side
@@ -77,7 +77,7 @@ def test_a_line_that_announces_is_as_bounded_as_any_other() -> None:
 
 
 def test_each_piece_of_a_block_is_a_sign_of_life_and_no_unfinished_line() -> None:
-    connection = Connection(Side.CLIENT, EVERY, now=0, timing=Timing(5, 15, 30))
+    connection = ProtocolConnection(Side.CLIENT, EVERY, now=0, timing=Timing(5, 15, 30))
     connection.receive_data(b"SERVER here\nPING 1\n", 0)
     assert connection.next_command() == c.Server("here")
     connection.next_command()
@@ -93,9 +93,9 @@ def test_each_piece_of_a_block_is_a_sign_of_life_and_no_unfinished_line() -> Non
 # --- the client's side of a request ---
 
 
-def ask(*said: bytes, cuts: list[int] | None = None) -> tuple[list[PodBlock], Any, Connection]:
+def ask(*said: bytes, cuts: list[int] | None = None) -> tuple[list[PodBlock], Any, ProtocolConnection]:
     """What is handed over, and the result, once the server has said all that."""
-    connection = Connection(Side.CLIENT, EVERY, now=0)
+    connection = ProtocolConnection(Side.CLIENT, EVERY, now=0)
     connection.understand(b"SERVER here")
     pieces = cut(b"".join(said), cuts or [])
     blocks: list[PodBlock] = []

@@ -30,7 +30,7 @@ from replicad.errors import (
     forked_text,
 )
 from replicad.protocol.command import Command
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.tokens import Cursor
 from replicad.protocol.words import Side
 from replicad.retry import Backoff
@@ -46,7 +46,7 @@ class Conversation:
     """Performs the steps of a generator: what was sent, and with which clocks it waited."""
 
     def __init__(self, *, greeted: bool = True) -> None:
-        self.connection = Connection(Side.CLIENT, EVERY, now=0)
+        self.connection = ProtocolConnection(Side.CLIENT, EVERY, now=0)
         if greeted:
             self.connection.understand(b"SERVER here")
         self.sent: list[Command] = []

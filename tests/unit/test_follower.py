@@ -10,7 +10,7 @@ from replicad.client.events import Gap, GenerationBegan, PositionMoved, Reset, R
 from replicad.client.follower import BatchLimits, Follower
 from replicad.errors import BadToken, RemoteProtocolError
 from replicad.protocol.commands import Ping, RemoteServerUp
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.words import Side
 from tests.vocabulary import EVERY
 
@@ -32,7 +32,7 @@ class Reader:
 
     def reconnect(self) -> None:
         self.follower.new_connection()
-        self.connection = Connection(Side.CLIENT, EVERY, now=0)
+        self.connection = ProtocolConnection(Side.CLIENT, EVERY, now=0)
         self.connection.understand(b"SERVER here")
 
     def read(self, text: str) -> list[object]:

@@ -22,7 +22,7 @@ from replicad.client.refusals import refusal
 from replicad.errors import BadToken, TokenForked, forked_text
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Error, Server
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.tokens import Vector
 from replicad.protocol.words import Side
 from replicad.streams.commands import Position, Rdata, Writers
@@ -141,7 +141,7 @@ class Session:
     def __init__(self, stream: Stream, token: str | None) -> None:
         """Raises BadToken."""
         self.stream = stream
-        self.connection = Connection(Side.SERVER, EVERY, now=0)
+        self.connection = ProtocolConnection(Side.SERVER, EVERY, now=0)
         self.out = bytearray(self.connection.send(Server("model"), 0))
         begin = self._begin(token)
         self.epoch = stream.now.epoch
@@ -270,7 +270,7 @@ class Client:
     def _connect(self) -> Session:
         while True:
             self.follower.new_connection()
-            self.connection = Connection(Side.CLIENT, EVERY, now=0)
+            self.connection = ProtocolConnection(Side.CLIENT, EVERY, now=0)
             try:
                 return Session(self.stream, self.follower.token(NAME))
             except TokenForked as error:

@@ -18,7 +18,7 @@ from replicad.client.events import Gap, Reset, RowBatch
 from replicad.client.follower import Follower
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Server
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.tokens import Vector
 from replicad.protocol.words import Side
 from replicad.streams.commands import Position, Rdata, Writers
@@ -62,7 +62,7 @@ class Session:
     """The server's end of one connection: what it has sent of each stream, writer by writer."""
 
     def __init__(self) -> None:
-        self.connection = Connection(Side.SERVER, EVERY, now=0)
+        self.connection = ProtocolConnection(Side.SERVER, EVERY, now=0)
         self.out = bytearray(self.connection.send(Server("model"), 0))
         self.sent: dict[str, dict[str, int]] = {}  # the position told to the client, per stream and writer
 
@@ -121,7 +121,7 @@ class Client:
 
     def connect(self) -> Session:
         session = Session()
-        self.connection = Connection(Side.CLIENT, EVERY, now=0)
+        self.connection = ProtocolConnection(Side.CLIENT, EVERY, now=0)
         self.follower.new_connection()
         for name, stream in self.streams.items():
             session.subscribe(stream, self.follower.token(name))

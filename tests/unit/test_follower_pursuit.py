@@ -23,7 +23,7 @@ from replicad.errors import (
     forked_text,
 )
 from replicad.protocol.commands import RemoteServerUp
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.words import Side
 from replicad.retry import Backoff
 from tests.vocabulary import EVERY
@@ -65,7 +65,7 @@ class Drive:
             elif isinstance(step, Connect | Receive):
                 if isinstance(step, Connect) and not (waiting and isinstance(waiting[0], Exception)):
                     self.connects += 1
-                    self.connection = Connection(Side.CLIENT, EVERY, now=0)
+                    self.connection = ProtocolConnection(Side.CLIENT, EVERY, now=0)
                     self.connection.understand(b"SERVER here")
                     answer = (self.connection, "here")
                 elif not waiting:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from replicad.errors import RemoteProtocolError
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.integer_list import AT_ONCE, IntegerList, integer_list, pieces_of
 from replicad.protocol.words import Side
 from replicad.tubes.commands import Ack, Park, Part
@@ -47,7 +47,7 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 def test_the_longest_line_takes_few_calls(line: str) -> None:
-    connection = Connection(Side.SERVER, EVERY, now=0, max_line=LINE)
+    connection = ProtocolConnection(Side.SERVER, EVERY, now=0, max_line=LINE)
     data = line.encode() + b"\n"
     calls = 0
 

@@ -10,7 +10,7 @@ from replicad.errors import LocalProtocolError, RemoteProtocolError
 from replicad.presence.commands import UserIp
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Error, LockReleased, Name
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.words import MAX_ERROR, Side, sendable
 from replicad.reading import MAX_NUMBER
 from replicad.streams.commands import Rdata
@@ -62,7 +62,9 @@ def test_whatever_was_parsed_can_be_rendered_and_is_read_as_the_same(line: str, 
         return  # these are two lines
     try:
         command = (
-            Connection(side ^ Side.BOTH, EVERY, now=0).understand(data) if side is Side.SERVER else parse(line, side)
+            ProtocolConnection(side ^ Side.BOTH, EVERY, now=0).understand(data)
+            if side is Side.SERVER
+            else parse(line, side)
         )
     except RemoteProtocolError:
         return
@@ -81,7 +83,7 @@ def test_every_control_character_in_a_clients_line_is_refused_with_its_place(con
         f"PARK t 0/1 1 1 * 1 a{control}b",
         f"RELEASE a{control}b 0/1 1",
     ):
-        server = Connection(Side.SERVER, EVERY, now=0)
+        server = ProtocolConnection(Side.SERVER, EVERY, now=0)
         server.receive_data(f"{line}\n".encode(), 0)
         place = line.index(control) + 1
         if control == "\r" and place == len(line):
@@ -92,7 +94,7 @@ def test_every_control_character_in_a_clients_line_is_refused_with_its_place(con
 
 
 def test_one_carriage_return_before_the_end_of_a_line_is_tolerated_and_two_are_not() -> None:
-    server = Connection(Side.SERVER, EVERY, now=0)
+    server = ProtocolConnection(Side.SERVER, EVERY, now=0)
     server.receive_data(b"NAME a\r\nNAME b\r\r\n", 0)
     assert server.next_command() == Name("a")
     with pytest.raises(RemoteProtocolError, match=r"U\+000D"):
@@ -101,14 +103,14 @@ def test_one_carriage_return_before_the_end_of_a_line_is_tolerated_and_two_are_n
 
 def test_rows_may_hold_what_json_does_not_escape() -> None:
     row = '"\x7f\x85\x9b\u2028"\t'
-    client = Connection(Side.CLIENT, EVERY, now=0)
+    client = ProtocolConnection(Side.CLIENT, EVERY, now=0)
     client.receive_data(f"SERVER x\nRDATA s master 1 {row}\n".encode(), 0)
     assert client.next_command() is not None
     assert client.next_command() == Rdata("s", "master", 1, row)
 
 
 def test_a_client_does_not_send_what_a_server_would_refuse() -> None:
-    client = Connection(Side.CLIENT, EVERY, now=0)
+    client = ProtocolConnection(Side.CLIENT, EVERY, now=0)
     with pytest.raises(LocalProtocolError, match=r"U\+001B"):
         client.send(Report("t", "a\x1bb"), 0)
 

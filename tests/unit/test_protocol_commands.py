@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replicad.errors import LocalProtocolError, RemoteProtocolError
 from replicad.protocol.command import Command
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.tokens import Cursor
 from replicad.protocol.words import Side
 from replicad.tubes.commands import Part
@@ -153,17 +153,17 @@ CASES = [
 ]
 
 
-def receiver(sender: Side) -> Connection:
+def receiver(sender: Side) -> ProtocolConnection:
     """The end of an open connection that `sender` talks to."""
     if sender is C:
-        return Connection(Side.SERVER, EVERY, now=0)
-    connection = Connection(Side.CLIENT, EVERY, now=0)
+        return ProtocolConnection(Side.SERVER, EVERY, now=0)
+    connection = ProtocolConnection(Side.CLIENT, EVERY, now=0)
     connection.receive_data(b"SERVER here\n", 0)
     assert connection.next_command() == c.Server("here")
     return connection
 
 
-def drain(connection: Connection) -> list[Command]:
+def drain(connection: ProtocolConnection) -> list[Command]:
     return list(iter(connection.next_command, None))
 
 
@@ -197,7 +197,7 @@ def test_a_line_is_understood_whole_byte_by_byte_and_with_more_behind_it(case: C
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_command_is_sent_as_the_line_that_it_came_from(case: Case) -> None:
     assert case.command.render() == (case.canonical or case.line)
-    sender = Connection(case.sender, EVERY, now=0)
+    sender = ProtocolConnection(case.sender, EVERY, now=0)
     assert sender.send(case.command, 0) == (case.canonical or case.line).encode() + b"\n"
 
 
@@ -209,7 +209,7 @@ def test_only_the_sides_that_may_send_a_command_can(case: Case) -> None:
     with pytest.raises(RemoteProtocolError, match=f"{case.command.NAME} is not a .* command"):
         parse(case.line, other)
     with pytest.raises(LocalProtocolError, match="cannot be sent by this side"):
-        Connection(other, EVERY, now=0).send(case.command, 0)
+        ProtocolConnection(other, EVERY, now=0).send(case.command, 0)
 
 
 # --- the examples of Synapse's document on TCP replication (docs/protocol-notes.md) ---

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replicad.errors import LocalProtocolError, NotAuthorised, RemoteProtocolError
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Auth, Error, Name, Ping, Server
-from replicad.protocol.connection import Connection, Due, Timing
+from replicad.protocol.connection import Due, ProtocolConnection, Timing
 from replicad.protocol.lines import LineTooLong
 from replicad.protocol.states import TRANSITIONS, State
 from replicad.protocol.words import Side
@@ -22,16 +22,16 @@ from tests.vocabulary import EVERY
 TIMING = Timing(ping_interval=5, peer_timeout=15, line_timeout=30)
 
 
-def client(now: float = 0, *, open_: bool = True, max_line: int = 1000) -> Connection:
-    connection = Connection(Side.CLIENT, EVERY, now=now, timing=TIMING, max_line=max_line)
+def client(now: float = 0, *, open_: bool = True, max_line: int = 1000) -> ProtocolConnection:
+    connection = ProtocolConnection(Side.CLIENT, EVERY, now=now, timing=TIMING, max_line=max_line)
     if open_:
         connection.receive_data(b"SERVER here\n", now)
         assert connection.next_command() == Server("here")
     return connection
 
 
-def server(now: float = 0, *, wants_auth: bool = False, max_line: int = 1000) -> Connection:
-    return Connection(Side.SERVER, EVERY, now=now, timing=TIMING, max_line=max_line, wants_auth=wants_auth)
+def server(now: float = 0, *, wants_auth: bool = False, max_line: int = 1000) -> ProtocolConnection:
+    return ProtocolConnection(Side.SERVER, EVERY, now=now, timing=TIMING, max_line=max_line, wants_auth=wants_auth)
 
 
 # --- two ends in memory ---
@@ -49,7 +49,7 @@ TO_CLIENT = [
 class Wire:
     """Bytes under way in one direction; they arrive in pieces of any size."""
 
-    def __init__(self, sender: Connection, receiver: Connection) -> None:
+    def __init__(self, sender: ProtocolConnection, receiver: ProtocolConnection) -> None:
         self.sender = sender
         self.receiver = receiver
         self.under_way = bytearray()

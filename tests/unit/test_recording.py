@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from replicad.postgres import recording
 from replicad.postgres.lockwatch import Hold, LockWatch
-from replicad.postgres.recording import Recorder, Seen
+from replicad.postgres.recording import PollRecord, Recorder
 from tests.lengths import examples
 from tests.unit.test_lockwatch import Poller, Violation, World, run
 
@@ -28,7 +28,7 @@ def recorded_by(recorder: Recorder, *, mistaken: Callable[[LockWatch], None] = l
 
         def feed(self, last_value: int, wal: int, holders: list[Hold]) -> None:
             super().feed(last_value, wal, holders)
-            self.seen = Seen(last_value, wal, tuple(holders))
+            self.seen = PollRecord(last_value, wal, tuple(holders))
 
         def flush(self) -> None:
             flushed, before = self.world.flushed, self.watch.waits_for_flush
@@ -103,7 +103,7 @@ def test_a_recording_is_bounded_and_a_line_that_is_none_is_named(tmp_path: Path)
     path = tmp_path / "polls"
     with Recorder(path, max_bytes=1000) as recorder:
         for number in range(100):
-            recorder.poll("s", Seen(number, number, ()), number, writers=(), position=number, per_writer={})
+            recorder.poll("s", PollRecord(number, number, ()), number, writers=(), position=number, per_writer={})
     lines = path.read_text().splitlines()
     assert 0 < sum(len(line) + 1 for line in lines) <= 1000
     assert json.loads(lines[-1])["position"] == len(lines) - 1
@@ -114,5 +114,5 @@ def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(caplog: pytest.
     for polls in (1, 10_000):  # what fails is the close, or a write
         with Recorder(Path("/dev/full")) as recorder:
             for number in range(polls):
-                recorder.poll("s", Seen(number, number, ()), number, writers=(), position=number, per_writer={})
+                recorder.poll("s", PollRecord(number, number, ()), number, writers=(), position=number, per_writer={})
     assert caplog.text.count("recording_ended") == 2

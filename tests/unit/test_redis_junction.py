@@ -8,11 +8,11 @@ import pytest
 
 from replicad.client.events import Reset, RowBatch
 from replicad.client.follower import Follower
-from replicad.protocol.connection import Connection
+from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.words import Side
 from replicad.redis import messages
 from replicad.redis.junction import MAX_KEPT, Junction, Missed
-from replicad.redis.messages import MISSED, Published
+from replicad.redis.messages import MISSED, PublishedState
 from tests.vocabulary import EVERY
 
 EPOCH = "7c1fd2a90b31"
@@ -22,7 +22,7 @@ SUBSCRIBED = [b"SERVER x", f"WRITERS events {EPOCH} w1=1 w2=2".encode()]
 
 def sync(w1: int, w2: int, numbers: dict[str, int] = WRITERS, epoch: str = EPOCH) -> list[bytes]:
     """What a publisher says that has published up to there."""
-    return own(Published("events", epoch, numbers, {"w1": w1, "w2": w2, "w3": 0}).sync())
+    return own(PublishedState("events", epoch, numbers, {"w1": w1, "w2": w2, "w3": 0}).sync())
 
 
 def own(step: messages.Step) -> list[bytes]:
@@ -128,10 +128,10 @@ class World:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.history: list[RowBatch] = []
-        self.published = Published("events", EPOCH, WRITERS, {"w1": 0, "w2": 0})
+        self.published = PublishedState("events", EPOCH, WRITERS, {"w1": 0, "w2": 0})
         self.follower = Follower()
         self.follower.want("events", f"{EPOCH}!0")
-        self.understand = Connection(Side.CLIENT, EVERY, now=0.0).understand
+        self.understand = ProtocolConnection(Side.CLIENT, EVERY, now=0.0).understand
         self.understand(b"SERVER x")
         self.got: list[RowBatch] = []
         self.joins = self.misses = 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
 from replicad.streams.chunks import Chunk, LineCutter, chunk_of, no_longer
-from replicad.streams.row_pieces import Blocks, Bounds, Piece, Segment, between, read_piece, segments
+from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, between, read_piece, segments
 from replicad.streams.row_text import Range
 from replicad.streams.rows import ChunkSink
 
@@ -130,7 +130,7 @@ def test_pieces_one_after_another_have_every_row_once_and_no_batch_is_divided(
         table, at, found = Table(rows, chunk), 0, b""
         segment = Segment(0, 31)
         while at < segment.upto:
-            piece = await read_piece(table, segment, at, segment.upto, Bounds(limit, size))
+            piece = await read_piece(table, segment, at, segment.upto, PieceBounds(limit, size))
             assert piece.upto > at
             found += data(piece, at, segment.upto)
             at = piece.upto
@@ -154,7 +154,7 @@ def test_pieces_that_are_read_in_blocks_have_the_same_rows_and_end_before_the_sa
         while at < segment.upto:
             table.reads = 0
             try:
-                piece = await read_piece(table, segment, at, segment.upto, Bounds(7, size, blocks))
+                piece = await read_piece(table, segment, at, segment.upto, PieceBounds(7, size, blocks))
             except DatabaseError:
                 break
             assert piece.upto > at
@@ -173,7 +173,7 @@ def test_a_part_of_a_piece_has_exactly_the_rows_between_two_ids(
     rows: list[Row], after: int, upto: int, chunk: int
 ) -> None:
     async def read() -> Piece:
-        return await read_piece(Table(rows, chunk), Segment(0, 31), 0, 31, Bounds(1000, 1 << 20))
+        return await read_piece(Table(rows, chunk), Segment(0, 31), 0, 31, PieceBounds(1000, 1 << 20))
 
     piece = trio.run(read)
     assert ids(data(piece, after, upto), rows) == [row for row in rows if after < row[0] <= upto]
@@ -199,7 +199,7 @@ def test_segments_have_what_the_ranges_have_and_the_middle_is_of_all_writers(
             assert segment.after >= last
             at, last = segment.after, segment.upto
             while at < segment.upto:
-                piece = await read_piece(Table(named), segment, at, segment.upto, Bounds(limit, 1000))
+                piece = await read_piece(Table(named), segment, at, segment.upto, PieceBounds(limit, 1000))
                 found += ids(data(piece, at, segment.upto), rows)
                 at = piece.upto
         return found
@@ -211,10 +211,10 @@ def test_segments_have_what_the_ranges_have_and_the_middle_is_of_all_writers(
 
 async def test_a_piece_ends_before_a_row_that_fails_and_the_next_one_raises() -> None:
     table = Table([(1, "a"), (2, "a"), (3, "a")], bad=3)
-    piece = await read_piece(table, Segment(0, 9), 0, 9, Bounds(100, 1000))
+    piece = await read_piece(table, Segment(0, 9), 0, 9, PieceBounds(100, 1000))
     assert (piece.upto, piece.cut) == (1, True), "the last id may have more rows: it is read again"
     try:
-        await read_piece(table, Segment(0, 9), 2, 9, Bounds(100, 1000))
+        await read_piece(table, Segment(0, 9), 2, 9, PieceBounds(100, 1000))
     except DatabaseError:
         pass
     else:
@@ -229,7 +229,7 @@ async def test_a_row_larger_than_the_bound_is_a_piece_of_its_own() -> None:
             return len(chosen[:limit])
 
     table = Wide([(1, "a"), (2, "a")], unique_ids=True)
-    piece = await read_piece(table, Segment(0, 9), 0, 9, Bounds(100, 1000))
+    piece = await read_piece(table, Segment(0, 9), 0, 9, PieceBounds(100, 1000))
     assert (piece.upto, piece.rows) == (1, 1)
 
 

@@ -21,7 +21,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused, TokenAhead
 from replicad.postgres.watched import Reading
 from replicad.protocol.commands import CORE, RemoteServerUp
-from replicad.streams.acks import Ack
+from replicad.streams.acks import ReaderAck
 from replicad.streams.commands import FederationAck
 from replicad.streams.serving.ack_service import AckService
 from tests.daemons import relay_key
@@ -134,11 +134,11 @@ async def test_an_embedded_server_that_cannot_be_started_is_tried_again(
 class FakeNotes:
     """Keeps acks, or raises what `refuse` raises of them."""
 
-    def __init__(self, refuse: Callable[[Sequence[Ack]], None]) -> None:
+    def __init__(self, refuse: Callable[[Sequence[ReaderAck]], None]) -> None:
         self.refuse = refuse
-        self.written: list[Ack] = []
+        self.written: list[ReaderAck] = []
 
-    async def note_acks(self, some: Sequence[Ack]) -> None:
+    async def note_acks(self, some: Sequence[ReaderAck]) -> None:
         await trio.lowlevel.checkpoint()
         self.refuse(some)
         self.written += some
@@ -153,7 +153,7 @@ async def test_acks_wait_until_they_can_be_written_whatever_happened(
 ) -> None:
     fails = 3
 
-    def refuse(some: Sequence[Ack]) -> None:
+    def refuse(some: Sequence[ReaderAck]) -> None:
         nonlocal fails
         fails -= 1
         if fails >= 0:
@@ -168,13 +168,13 @@ async def test_acks_wait_until_they_can_be_written_whatever_happened(
         if not isinstance(error, DatabaseUnavailable):  # of which the poller tells
             assert [trouble.place for trouble in troubles.current()] == [("service", "acks", "write")]
         await trio.sleep(10)
-        assert notes.written == [Ack("s", "e", "w", 7)]
+        assert notes.written == [ReaderAck("s", "e", "w", 7)]
         assert troubles.current() == []
         nursery.cancel_scope.cancel()
 
 
 async def test_one_ack_that_cannot_be_kept_does_not_hold_back_the_others(autojump_clock: MockClock) -> None:
-    def refuse(some: Sequence[Ack]) -> None:
+    def refuse(some: Sequence[ReaderAck]) -> None:
         if any(ack.instance == "bad" for ack in some):
             raise DatabaseError("a letter that the encoding lacks", sqlstate="22P05")
 

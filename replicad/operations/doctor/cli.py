@@ -56,7 +56,7 @@ def command(as_json: bool, nagios: bool, http: str | None, **options: Any) -> in
 
 async def _examine(options: Mapping[str, Any], http: str | None, show: Any) -> Sequence[tuple[Check, Finding]]:
     from replicad.operations.doctor.run import examine
-    from replicad.operations.doctor.seen import Seen
+    from replicad.operations.doctor.seen import Evidence
     from replicad.postgres.bridge import open_database
 
     settings = read_settings(DatabaseSettings, options)
@@ -64,7 +64,7 @@ async def _examine(options: Mapping[str, Any], http: str | None, show: Any) -> S
     daemon = None if http is None else lambda: ask(http, options, "/clients")
     found = []
 
-    async def all_checks(seen: Seen) -> None:
+    async def all_checks(seen: Evidence) -> None:
         async for check, finding in examine(seen):
             found.append((check, finding))
             if show is not None:
@@ -74,13 +74,13 @@ async def _examine(options: Mapping[str, Any], http: str | None, show: Any) -> S
         try:
             url = stack.enter_context(database_url(settings))
             async with open_database(url, size=2, application_name="replicad doctor", connect_timeout=5) as db:
-                await all_checks(Seen(db, settings, folder=folder, daemon=daemon))
+                await all_checks(Evidence(db, settings, folder=folder, daemon=daemon))
         except UsageError:
             raise
         except ReplicadError as error:
             if found:
                 raise
-            await all_checks(Seen(error, settings, folder=folder, daemon=daemon))
+            await all_checks(Evidence(error, settings, folder=folder, daemon=daemon))
     return found
 
 

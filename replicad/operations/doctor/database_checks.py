@@ -7,18 +7,18 @@ from collections.abc import Iterable
 
 from replicad.errors import DatabaseRefused, SchemaMissing, SchemaTooNew
 from replicad.operations.doctor.declared import Check, Finding, counted, failing, fine, warning
-from replicad.operations.doctor.seen import Seen
+from replicad.operations.doctor.seen import Evidence
 from replicad.postgres import schema
 from replicad.tubes.untouched import attach_command
 
 
-async def _database(seen: Seen) -> Iterable[Finding]:
+async def _database(seen: Evidence) -> Iterable[Finding]:
     row = await seen.server()
     where = f"{seen.db.target}, as {row['role']}"
     return fine(f"PostgreSQL {row['version']} at {where}, answers in {seen.answered_in * 1000:.1f} ms")
 
 
-async def _standby(seen: Seen) -> Iterable[Finding]:
+async def _standby(seen: Evidence) -> Iterable[Finding]:
     row = await seen.server()
     if row["standby"]:
         return [failing("the server is a standby; daemons cannot serve it", "name the primary with --database")]
@@ -28,7 +28,7 @@ async def _standby(seen: Seen) -> Iterable[Finding]:
     return fine("the server is a primary, and this user may write")
 
 
-async def _rights(seen: Seen) -> Iterable[Finding]:
+async def _rights(seen: Evidence) -> Iterable[Finding]:
     row = await seen.server()
     found = [
         failing(
@@ -45,7 +45,7 @@ async def _rights(seen: Seen) -> Iterable[Finding]:
     return found or fine(f"user {row['role']} may read all streams, and see all sessions")
 
 
-async def _owners(seen: Seen) -> Iterable[Finding]:
+async def _owners(seen: Evidence) -> Iterable[Finding]:
     found = [
         warning(
             f"tube {row['tube']}: the triggers of {row['root']} run with the rights of role {row['runs_as']}, and the "
@@ -65,7 +65,7 @@ async def _owners(seen: Seen) -> Iterable[Finding]:
     return found or fine("code on every table runs with the rights of the table's owner")
 
 
-async def _schema(seen: Seen) -> Iterable[Finding]:
+async def _schema(seen: Evidence) -> Iterable[Finding]:
     found: list[Finding] = []
     versions = []
     for part, name in (("stream", seen.settings.stream_schema), ("tube", seen.settings.tube_schema)):
@@ -85,7 +85,7 @@ async def _schema(seen: Seen) -> Iterable[Finding]:
     return found or fine(", ".join(versions))
 
 
-async def _sessions(seen: Seen) -> Iterable[Finding]:
+async def _sessions(seen: Evidence) -> Iterable[Finding]:
     row, limits = await seen.server(), seen.thresholds
     text = f"{counted(row['sessions'], 'session')} of max_connections = {row['max_sessions']}"
     remedy = (
@@ -98,7 +98,7 @@ async def _sessions(seen: Seen) -> Iterable[Finding]:
     return fine(text)
 
 
-async def _daemons(seen: Seen) -> Iterable[Finding]:
+async def _daemons(seen: Evidence) -> Iterable[Finding]:
     number = (await seen.server())["daemons"]
     if not number:
         return [failing("no daemon is connected to this database", "start `replicad serve`")]
@@ -113,13 +113,13 @@ async def _daemons(seen: Seen) -> Iterable[Finding]:
     return silent or fine(f"{counted(number, 'daemon is', 'daemons are')} connected")
 
 
-async def _troubles(seen: Seen) -> Iterable[Finding]:
+async def _troubles(seen: Evidence) -> Iterable[Finding]:
     found = [one for one in await seen.troubles() if one.kind not in ("stream", "tube")]
     problems = [warning(f"{one.daemon}: {one.kind} {one.name}: {one.reason}", "see the daemon's log") for one in found]
     return problems or fine("no daemon reports a trouble of itself")
 
 
-async def _disk(seen: Seen) -> Iterable[Finding]:
+async def _disk(seen: Evidence) -> Iterable[Finding]:
     if seen.folder is None or not seen.folder.exists():
         return fine("not checked: only the disk of an embedded Postgres is known to be of this machine")
     usage, limits = shutil.disk_usage(seen.folder), seen.thresholds
@@ -132,7 +132,7 @@ async def _disk(seen: Seen) -> Iterable[Finding]:
     return fine(text)
 
 
-async def _clock(seen: Seen) -> Iterable[Finding]:
+async def _clock(seen: Evidence) -> Iterable[Finding]:
     await seen.server()
     text = f"the database's clock is {abs(seen.skew):.1f} s {'ahead of' if seen.skew > 0 else 'behind'} this machine's"
     if abs(seen.skew) > seen.thresholds.clock:
@@ -140,7 +140,7 @@ async def _clock(seen: Seen) -> Iterable[Finding]:
     return fine(text)
 
 
-async def _clients(seen: Seen) -> Iterable[Finding]:
+async def _clients(seen: Evidence) -> Iterable[Finding]:
     if seen.daemon is None:
         return fine("not checked: give --http with the address of a daemon's `serve --http`")
     cuts = seen.daemon().get("cuts", [])

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from replicad.operations.doctor.seen import Seen
+    from replicad.operations.doctor.seen import Evidence
 
 
 class Level(IntEnum):
@@ -46,7 +46,7 @@ class Check:
     warns: str | None
     fails: str | None
     remedy: str
-    run: Callable[[Seen], Awaitable[Iterable[Finding]]]
+    run: Callable[[Evidence], Awaitable[Iterable[Finding]]]
     needs: str | None = "database"
 
     @property

@@ -9,7 +9,7 @@ import trio
 from replicad.errors import ReplicadError
 from replicad.operations.doctor.database_checks import DATABASE_CHECKS
 from replicad.operations.doctor.declared import Check, Finding, Level, failing, warning
-from replicad.operations.doctor.seen import Seen
+from replicad.operations.doctor.seen import Evidence
 from replicad.operations.doctor.sender_checks import SENDER_CHECKS
 from replicad.operations.doctor.stream_checks import STREAM_CHECKS
 from replicad.operations.doctor.tube_checks import TUBE_CHECKS
@@ -19,7 +19,7 @@ CHECKS: tuple[Check, ...] = (*DATABASE_CHECKS[:5], *STREAM_CHECKS, *TUBE_CHECKS,
 
 
 async def examine(
-    seen: Seen, checks: Sequence[Check] = CHECKS, *, longest: float = LONGEST
+    seen: Evidence, checks: Sequence[Check] = CHECKS, *, longest: float = LONGEST
 ) -> AsyncIterator[tuple[Check, Finding]]:
     """The findings of all checks. A check whose `needs` has failed is left out: it would repeat the reason."""
     failed: set[str] = set()
@@ -34,7 +34,7 @@ async def examine(
             yield check, one
 
 
-async def _run(check: Check, seen: Seen, longest: float) -> list[Finding]:
+async def _run(check: Check, seen: Evidence, longest: float) -> list[Finding]:
     """A check that cannot be made fails where it can fail, else it warns."""
     report = failing if Level.FAILING in check.levels else warning
     try:

@@ -17,7 +17,7 @@ from replicad.tubes.cli.islands import tube_states
 from replicad.tubes.serving.leases import LEASE_EXPIRED
 
 if TYPE_CHECKING:
-    from replicad.streams.daemons import Daemon
+    from replicad.streams.daemons import DaemonBeat
     from replicad.streams.status import Overview
     from replicad.streams.troubles import Reported
 
@@ -43,7 +43,7 @@ class Thresholds:
     destination: float = 3600.0  # in which a destination has accepted no request
 
 
-class Seen:
+class Evidence:
     """The looks. `db`: why it could not be opened, if it could not. `folder`: of the embedded Postgres, if that is the
     database. `daemon`: asks a daemon for /clients, if its address is known.
     """
@@ -150,7 +150,7 @@ class Seen:
 
         return await self._once("strangers", look)
 
-    async def daemons(self) -> Sequence[Daemon]:
+    async def daemons(self) -> Sequence[DaemonBeat]:
         """The daemons of the database, with their beats."""
         return await self._once("daemons", lambda: daemons.load(self.db, schema=self.settings.stream_schema))
 

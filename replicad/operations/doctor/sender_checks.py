@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from shlex import quote
 
 from replicad.operations.doctor.declared import Check, Finding, counted, failing, fine, warning
-from replicad.operations.doctor.seen import MOST_PARKED, Seen
+from replicad.operations.doctor.seen import MOST_PARKED, Evidence
 
 
-async def _senders(seen: Seen) -> Iterable[Finding]:
+async def _senders(seen: Evidence) -> Iterable[Finding]:
     rows = await seen.senders()
     found: list[Finding] = []
     published: dict[str, int] = {}

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from shlex import quote
 
 from replicad.operations.doctor.declared import Check, Finding, Level, counted, failing, fine, warning
-from replicad.operations.doctor.seen import Seen
+from replicad.operations.doctor.seen import Evidence
 from replicad.streams import status
 from replicad.terminal.holders import how_to_end, who
 
 _WAITS = (status.NO_DAEMON, status.IDS_AHEAD)  # states in which the stream is served, and rows wait
 
 
-async def _streams(seen: Seen) -> Iterable[Finding]:
+async def _streams(seen: Evidence) -> Iterable[Finding]:
     found = []
     streams = (await seen.streams()).streams
     for one in streams:
@@ -25,7 +25,7 @@ async def _streams(seen: Seen) -> Iterable[Finding]:
     return found or fine(f"{counted(len(streams), 'stream can', 'streams can')} be served")
 
 
-async def _holders(seen: Seen) -> Iterable[Finding]:
+async def _holders(seen: Evidence) -> Iterable[Finding]:
     found, limits = [], seen.thresholds
     for one in (await seen.streams()).streams:
         holder = one.held_by
@@ -43,7 +43,7 @@ async def _holders(seen: Seen) -> Iterable[Finding]:
     return found or fine(f"nothing has held a stream or tube back for {limits.held:.0f} s")
 
 
-async def _lag(seen: Seen) -> Iterable[Finding]:
+async def _lag(seen: Evidence) -> Iterable[Finding]:
     limits = seen.thresholds
     streams = (await seen.streams()).streams
     found = [
@@ -57,7 +57,7 @@ async def _lag(seen: Seen) -> Iterable[Finding]:
     return found or fine("no rows wait without a reason")
 
 
-async def _sequences(seen: Seen) -> Iterable[Finding]:
+async def _sequences(seen: Evidence) -> Iterable[Finding]:
     found, limits = [], seen.thresholds
     rows = await seen.sequences()
     for row in rows:

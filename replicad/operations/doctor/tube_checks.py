@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from shlex import quote
 
 from replicad.operations.doctor.declared import Check, Finding, counted, failing, fine, warning
-from replicad.operations.doctor.seen import Seen
+from replicad.operations.doctor.seen import Evidence
 from replicad.tubes.serving.leases import LEASE_EXPIRED
 
 
-async def _tubes(seen: Seen) -> Iterable[Finding]:
+async def _tubes(seen: Evidence) -> Iterable[Finding]:
     found = [
         failing(f"tube {name}: {why}", f"replicad tubes list; replicad tubes stats {quote(name)}")
         for name, why in (await seen.tube_faults()).items()
@@ -20,7 +20,7 @@ async def _tubes(seen: Seen) -> Iterable[Finding]:
     return found or fine(f"{counted(len(tubes), 'tube can', 'tubes can')} be served")
 
 
-async def _readers(seen: Seen) -> Iterable[Finding]:
+async def _readers(seen: Evidence) -> Iterable[Finding]:
     found = []
     for row in await seen.partitions():
         where = f"tube {row['tube']}, partition {row['partition']}"
@@ -34,7 +34,7 @@ async def _readers(seen: Seen) -> Iterable[Finding]:
     return found or fine("every partition with pods has a reader that keeps up")
 
 
-async def _leases(seen: Seen) -> Iterable[Finding]:
+async def _leases(seen: Evidence) -> Iterable[Finding]:
     expired = {(one.name, one.cause): one for one in await seen.troubles() if one.code == LEASE_EXPIRED}
     found = [
         warning(f"tube {name}, {one.reason.partition('; ')[0]}", "start a worker") for (name, _), one in expired.items()
@@ -42,7 +42,7 @@ async def _leases(seen: Seen) -> Iterable[Finding]:
     return found or fine("no lease has expired")
 
 
-async def _parked(seen: Seen) -> Iterable[Finding]:
+async def _parked(seen: Evidence) -> Iterable[Finding]:
     parked: defaultdict[str, int] = defaultdict(int)
     for row in await seen.partitions():
         parked[row["tube"]] += row["parked"] or 0
@@ -56,7 +56,7 @@ async def _parked(seen: Seen) -> Iterable[Finding]:
     return found or fine("no pod of a tube is parked")
 
 
-async def _backfills(seen: Seen) -> Iterable[Finding]:
+async def _backfills(seen: Evidence) -> Iterable[Finding]:
     found = []
     for row in await seen.backfills():
         if row["idle_s"] >= seen.thresholds.backfill:

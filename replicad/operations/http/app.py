@@ -22,7 +22,7 @@ from replicad.operations.http.exposition import Exposition
 from replicad.operations.http.live import Live
 from replicad.operations.http.looks import AGE, FAILURES, Looks
 from replicad.operations.http.messages import Answer, Refused, Request
-from replicad.operations.http.streams import Rows
+from replicad.operations.http.streams import RowsPage
 from replicad.operations.http.surroundings import Surroundings
 from replicad.operations.http.wire import Ended
 from replicad.operations.serving import STATUS
@@ -70,7 +70,7 @@ class OpenPage:
     methods: tuple[str, ...] = READ
 
 
-class Pages:
+class HttpPages:
     """The answers. `looks.run` must be running."""
 
     def __init__(self, host: Host, looks: Looks, surroundings: Surroundings) -> None:
@@ -81,7 +81,7 @@ class Pages:
         self._version = metadata.version("replicad")
         self._started = time.time()
         self._began = trio.current_time()
-        self._rows, self._live = Rows(host), Live(host)
+        self._rows, self._live = RowsPage(host), Live(host)
         self._routes = self._table()
 
     def _table(self) -> dict[str, Route | OpenPage]:

@@ -1,7 +1,7 @@
 """Looks at Postgres for figures: only while somebody asks, together, seldom, and never for long.
 
-A scrape never waits for Postgres longer than `Pace.wait`. What a look has found is shown until it is `Pace.stale` old,
-with its age; then it is left out, because a figure that does not change would look like good news.
+A scrape never waits for Postgres longer than `LookIntervals.wait`. A look's figures are shown with their age until they
+are `LookIntervals.stale` old. Then they are left out, because a figure that does not change would look like good news.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.daemon.figures import COUNTER, GAUGE, Family, Figures, Look, Sample
+from replicad.daemon.figures import COUNTER, GAUGE, Family, FigureQuery, Figures, Sample
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
 
@@ -23,7 +23,7 @@ FAILURES = Family(
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LookIntervals:
     """Times in seconds."""
 
     fresh: float = 5.0  # so old may figures be before they are read again: several scrapers share a look
@@ -35,7 +35,7 @@ class Pace:
 class Looks:
     """The looks of all sources. `run` must be running."""
 
-    def __init__(self, figures: Figures, troubles: Troubles, pace: Pace = Pace()) -> None:
+    def __init__(self, figures: Figures, troubles: Troubles, pace: LookIntervals = LookIntervals()) -> None:
         self._figures = figures
         self._troubles = troubles
         self._pace = pace
@@ -77,14 +77,14 @@ class Looks:
         for look in self._all():
             yield FAILURES(self._failures[look.name], look.name)
 
-    def _all(self) -> list[Look]:
+    def _all(self) -> list[FigureQuery]:
         return [look for source in self._figures.sources for look in source.looks()]
 
-    def _due(self) -> list[Look]:
+    def _due(self) -> list[FigureQuery]:
         latest = trio.current_time() - self._pace.fresh
         return [look for look in self._all() if self._tried.get(look.name, float("-inf")) <= latest]
 
-    async def _look(self, look: Look) -> None:
+    async def _look(self, look: FigureQuery) -> None:
         began = trio.current_time()
         with self._troubles.contain_and_record("service", "figures", look.name):
             try:

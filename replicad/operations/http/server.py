@@ -22,9 +22,9 @@ from replicad.daemon.service import Host
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.turns import Turns
 from replicad.operations.http import wire
-from replicad.operations.http.app import Pages
+from replicad.operations.http.app import HttpPages
 from replicad.operations.http.guests import Desk, Guest
-from replicad.operations.http.looks import Looks, Pace
+from replicad.operations.http.looks import LookIntervals, Looks
 from replicad.operations.http.messages import Refused, Request, split_target
 from replicad.operations.http.surroundings import Surroundings
 from replicad.streams.serving.trouble_book import daemon_name
@@ -36,10 +36,10 @@ FULL = wire.plain_answer(503, _GIVES_WAY, retry_after="5")
 TOO_LONG = wire.plain_answer(431, f"the head of a request has at most {wire.HEAD_BYTES} bytes")
 
 
-class Server:
+class HttpServer:
     """The HTTP server of one daemon."""
 
-    def __init__(self, host: Host, pace: Pace = Pace()) -> None:
+    def __init__(self, host: Host, pace: LookIntervals = LookIntervals()) -> None:
         assert host.settings.http is not None
         self.addresses: tuple[Address, ...] = ()
         self._host = host
@@ -48,7 +48,7 @@ class Server:
         own = daemon_name(host.settings.server_name)
         surroundings = Surroundings(host.pools.housekeeping, host.settings.database, own)
         host.figures.add(surroundings)
-        self._pages = Pages(host, self._looks, surroundings)
+        self._pages = HttpPages(host, self._looks, surroundings)
         self._desk = Desk(host.settings.limits.http_connections)
         self._turns = Turns()
         self._acceptor: Acceptor | None = None

@@ -91,7 +91,7 @@ class Page:
             log.info("request_refused", peer=peer, over="http", code=problem.code, error=str(problem))
 
 
-class Rows(Page):
+class RowsPage(Page):
     """`GET /streams/NAME/rows?after=TOKEN&limit=N`: a page, a row on each line."""
 
     methods = ("GET", "HEAD", "OPTIONS")

@@ -13,11 +13,11 @@ from typing import Any
 import trio
 
 from replicad.config.settings import DatabaseSettings
-from replicad.daemon.figures import Detail, Family, Look, Obstacle, Sample
+from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
 from replicad.streams import daemons, troubles
-from replicad.streams.daemons import Daemon
+from replicad.streams.daemons import DaemonBeat
 from replicad.streams.serving.trouble_book import daemon_name
 from replicad.streams.troubles import Reported
 
@@ -34,7 +34,7 @@ class Surroundings:
         self.server: dict[str, object] = {}  # of the last look; empty if it is too old
         self._backfills: list[Mapping[str, Any]] = []
         self._reports: list[Reported] = []
-        self._daemons: list[Daemon] = []
+        self._daemons: list[DaemonBeat] = []
         self._read_at = 0.0  # when the daemons were read, by this daemon's clock
 
     @property
@@ -69,13 +69,13 @@ class Surroundings:
             what = {"kind": one.kind, "cause": one.cause, "code": one.code, "reason": one.reason}
             yield Detail("report", one.name, {"daemon": one.daemon, **what, "lasting_seconds": lasting})
 
-    def looks(self) -> Sequence[Look]:
+    def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
         return (
-            Look("server", self._look_at_server, self.server.clear),
-            Look("backfills", self._look_at_backfills, self._backfills.clear),
-            Look("reports", self._look_at_reports, self._reports.clear),
-            Look("daemons", self._look_at_daemons, self._daemons.clear),
+            FigureQuery("server", self._look_at_server, self.server.clear),
+            FigureQuery("backfills", self._look_at_backfills, self._backfills.clear),
+            FigureQuery("reports", self._look_at_reports, self._reports.clear),
+            FigureQuery("daemons", self._look_at_daemons, self._daemons.clear),
         )
 
     async def _look_at_server(self) -> None:
@@ -103,5 +103,5 @@ class Surroundings:
         self._daemons[:] = (await daemons.load(self._db, schema=self._settings.stream_schema))[:MOST]
         self._read_at = trio.current_time()
 
-    def _is_own(self, one: Daemon) -> bool:
+    def _is_own(self, one: DaemonBeat) -> bool:
         return self._own == daemon_name(one.name, one.pid)

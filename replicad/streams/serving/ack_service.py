@@ -12,10 +12,10 @@ import trio
 from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, StreamRefused, TokenAhead
-from replicad.streams.acks import Ack
+from replicad.streams.acks import ReaderAck
 from replicad.streams.commands import FederationAck
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.store import Notes
 
 MAX_WAITING = 10_000  # acks (one for each stream and sender) that wait for Postgres
@@ -26,13 +26,15 @@ SERVICE = "acks"
 class AckService:
     """The acks of all sessions."""
 
-    def __init__(self, notes: Notes, feeds: Mapping[str, Feed], troubles: Troubles, pace: Pace = Pace()) -> None:
+    def __init__(
+        self, notes: Notes, feeds: Mapping[str, Feed], troubles: Troubles, pace: StreamIntervals = StreamIntervals()
+    ) -> None:
         """`feeds` are the streams that are served now, by name."""
         self._notes = notes
         self._feeds = feeds
         self._pace = pace
         self._troubles = troubles
-        self._waiting: dict[tuple[str, str], Ack] = {}
+        self._waiting: dict[tuple[str, str], ReaderAck] = {}
         self._came = trio.Event()
 
     @staticmethod
@@ -83,7 +85,7 @@ class AckService:
         if known is None and len(self._waiting) >= MAX_WAITING:
             raise StreamRefused(f"the acks of {MAX_WAITING} senders wait for Postgres already; send it again later")
         if known is None or known.epoch != feed.stream.epoch or known.token < command.token:
-            self._waiting[key] = Ack(feed.name, feed.stream.epoch, command.instance, command.token)
+            self._waiting[key] = ReaderAck(feed.name, feed.stream.epoch, command.instance, command.token)
             self._came.set()
         return True
 
@@ -104,7 +106,7 @@ class AckService:
             if self._waiting.get(key) is ack:
                 del self._waiting[key]
 
-    async def _write(self, some: Sequence[Ack]) -> bool:
+    async def _write(self, some: Sequence[ReaderAck]) -> bool:
         await self._notes.note_acks(some)
         return True
 

@@ -19,9 +19,9 @@ import structlog
 import trio
 
 from replicad.daemon.troubles import Troubles
-from replicad.streams.registry import Kept, Method, Rewound, Stream
+from replicad.streams.registry import Method, RetentionChange, Rewound, Stream
 from replicad.streams.serving.comparison import SHOWN, Comparison, Followed, Found, Seen, found_of
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.stretches import Run
 from replicad.streams.serving.windows import MAX_COUNTED, Attached, Windows
 
@@ -45,7 +45,7 @@ _REMEDY = {
 log = structlog.get_logger()
 
 
-Keep = Callable[[Stream, int | None, int, int | None], Awaitable[Kept]]
+Keep = Callable[[Stream, int | None, int, int | None], Awaitable[RetentionChange]]
 Rewind = Callable[[Stream, int], Awaitable[Rewound]]
 
 
@@ -67,7 +67,7 @@ class Audit:
         windows: Windows,
         feeds: Mapping[str, Followed],
         troubles: Troubles,
-        pace: Pace = Pace(),
+        pace: StreamIntervals = StreamIntervals(),
         *,
         rewind: Rewind | None = None,
         keep: Keep | None = None,
@@ -314,7 +314,7 @@ class Audit:
             self._troubles.end("stream", name, "late_rows")
 
 
-def _report_kept(name: str, kept: Kept) -> int | None:
+def _report_kept(name: str, kept: RetentionChange) -> int | None:
     """Log that rows were removed, or are there again; returns after which id they are."""
     if kept.gone is not None:
         log.warning("rows_removed", stream=name, upto=kept.gone, remedy="tokens below are expired, as after a trim")

@@ -18,7 +18,7 @@ from replicad.config.limits import Limits
 from replicad.daemon.clients import Following
 from replicad.daemon.places import Asker, Places
 from replicad.errors import DatabaseError
-from replicad.streams.row_pieces import Bounds, Piece, Segment, read_piece
+from replicad.streams.row_pieces import Piece, PieceBounds, Segment, read_piece
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.shelf import PieceCache, Shelf
 
@@ -27,7 +27,7 @@ SHARE = 8  # of the cache is the largest piece
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PieceSizes:
     """Bytes of a piece."""
 
     smallest: int = 64 << 10  # what a slow client is read at a time, and holds in memory
@@ -45,7 +45,7 @@ class CatchupLimits:
     per_client: int = 4  # streams; they share one socket, so more at the same time are no faster
     pace: int = 4096
     pace_seconds: float = 60.0
-    sizes: Sizes = Sizes()
+    sizes: PieceSizes = PieceSizes()
 
     @classmethod
     def of(cls, limits: Limits) -> CatchupLimits:
@@ -59,7 +59,7 @@ class CatchupLimits:
 
 
 @dataclass(eq=False, slots=True)
-class Reading:
+class PieceRead:
     """One read under way: of (after, upto] up to the bounds, begun for `asker`.
 
     `claim`: the ids below it are expected to be in the piece, so a client that needs such an id waits.
@@ -70,7 +70,7 @@ class Reading:
     segment: Segment
     after: int
     upto: int
-    bounds: Bounds
+    bounds: PieceBounds
     claim: float
     waiting: int = 0  # clients
     begun: bool = False
@@ -110,7 +110,7 @@ class Catchups:
         self.largest = max(limits.sizes.smallest, min(limits.sizes.largest, limits.cache_bytes // SHARE))
         self._cache = PieceCache(limits.cache_bytes)
         self._shelves: WeakKeyDictionary[Feed, Shelf] = WeakKeyDictionary()
-        self._readings: dict[Shelf, list[Reading]] = {}
+        self._readings: dict[Shelf, list[PieceRead]] = {}
         self.under_way: set[UnderWay] = set()
         self.clients: dict[tuple[int, str], UnderWay] = {}  # by connection and stream; also reads that wait their turn
         self._nursery: trio.Nursery | None = None
@@ -172,7 +172,7 @@ class Catchups:
         """A client takes a part of the piece now."""
         self._cache.use(piece, trio.current_time())
 
-    def ask(self, asker: Asker, feed: Feed, segment: Segment, after: int, size: int) -> Reading | None:
+    def ask(self, asker: Asker, feed: Feed, segment: Segment, after: int, size: int) -> PieceRead | None:
         """Begin to read what follows `after`, about `size` bytes, if no piece has it; None if a piece has it. The
         caller calls `leave` when it no longer waits for it.
         """
@@ -191,13 +191,13 @@ class Catchups:
         upto = shelf.end_of_gap(segment, after)
         claim = min(upto, after + row_limit * shelf.ids_per_row)
         blocks = shelf.blocks(segment, row_limit, self.limits.sizes.block)
-        bounds = Bounds(row_limit, min(size, self.largest), blocks)
-        reading = Reading(asker, shelf, segment, after, upto, bounds, claim, waiting=1)
+        bounds = PieceBounds(row_limit, min(size, self.largest), blocks)
+        reading = PieceRead(asker, shelf, segment, after, upto, bounds, claim, waiting=1)
         readings.append(reading)
         self._nursery.start_soon(self._read, reading, feed)
         return reading
 
-    def leave(self, reading: Reading) -> None:
+    def leave(self, reading: PieceRead) -> None:
         """One client less waits; without any, a read that has not begun is given up."""
         reading.waiting -= 1
         if not reading.waiting and not reading.begun:
@@ -224,7 +224,7 @@ class Catchups:
             if reading.error is not None and reading.after == after:
                 raise _again(reading.error) from reading.error.__cause__
 
-    async def _read(self, reading: Reading, feed: Feed) -> None:
+    async def _read(self, reading: PieceRead, feed: Feed) -> None:
         shelf = reading.shelf
         try:
             with reading.scope:

@@ -13,7 +13,7 @@ from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TableRepla
 from replicad.protocol.states import CloseReason
 from replicad.streams.chunks import Chunk
 from replicad.streams.row_pieces import Piece, Segment, clipped, segments
-from replicad.streams.serving.catchups import Catchups, Reading
+from replicad.streams.serving.catchups import Catchups, PieceRead
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.lane import LINEAR, Copier, below
 from replicad.streams.serving.sent_positions import LastTokens, position_lines
@@ -163,7 +163,7 @@ class Copying:
     async def _send_segment(self, segment: Segment, epoch: str, seen: LastTokens) -> bool:
         feed, catchups = self.feed, self._catchups
         at = self._at = segment.after
-        ahead: Reading | None = None
+        ahead: PieceRead | None = None
         try:
             while at < segment.upto:
                 if feed.stream.epoch != epoch:

@@ -20,8 +20,8 @@ from replicad.streams.lineage import Lineage
 from replicad.streams.queries import is_locked
 from replicad.streams.registry import Stream
 from replicad.streams.rows_probe import is_of_a_row
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import LINEAR, LINEAR_ORDER, PER_WRITER, Copier, Lane
-from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.sent_positions import Positions, position_lines
 from replicad.streams.serving.stretches import Tally
 from replicad.streams.serving.writer_list import ALL, WriterList
@@ -44,7 +44,7 @@ class Feed:
         limits: JournalLimits,
         troubles: Troubles,
         writers_changed: Callable[[Mapping[str, int]], None],
-        pace: Pace = Pace(),
+        pace: StreamIntervals = StreamIntervals(),
     ) -> None:
         """`reading` has a position. `writers_changed` is called with the numbers of the listed writers."""
         self.stream = stream

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import trio
 
-from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, Look, Obstacle, Sample
+from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
 from replicad.postgres.bridge import Database
 from replicad.streams.queries import Impatient
 from replicad.streams.registry import row_source
@@ -222,9 +222,9 @@ class StreamFigures:
             "late_rows": 0 if feed is None else feed.late_rows,
         }
 
-    def looks(self) -> Sequence[Look]:
+    def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
-        return (Look("streams", self._count, self._rows.clear),)
+        return (FigureQuery("streams", self._count, self._rows.clear),)
 
     async def _count(self) -> None:
         """Count the rows that wait. Streams of which nothing can wait are not asked for."""

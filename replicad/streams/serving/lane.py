@@ -19,7 +19,7 @@ from replicad.retry import Backoff
 from replicad.streams.chunks import Chunk, Enough
 from replicad.streams.row_text import Range
 from replicad.streams.rows_probe import is_of_a_row
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines, set_lines
 from replicad.streams.serving.stretches import Tally, spans_of
 from replicad.streams.store import Rows
@@ -104,7 +104,7 @@ class Lane:
         troubles: Troubles,
         writers: Callable[[str, Iterable[str]], bytes],
         epoch: str,
-        pace: Pace = Pace(),
+        pace: StreamIntervals = StreamIntervals(),
         tally: Tally | None = None,
     ) -> None:
         """`writers(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`.

@@ -13,7 +13,7 @@ import trio
 
 from replicad.daemon.joined import Joined
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.service import Positions
+from replicad.daemon.service import PositionWatch
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import DATABASE, Place, Troubles
 from replicad.errors import (
@@ -28,7 +28,7 @@ from replicad.postgres.horizon import Fork
 from replicad.streams.registry import GENERATION, RENEWABLE, Stream, differences
 from replicad.streams.serving.audit import Audit
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.served_stream import KIND, Context, Note, OnFeed, Serving
 from replicad.streams.serving.windows import Windows
 from replicad.streams.store import Store
@@ -47,10 +47,10 @@ class Publisher:
         store: Store,
         windows: Windows,
         limits: JournalLimits,
-        poller: Positions,
+        poller: PositionWatch,
         troubles: Troubles,
         *,
-        pace: Pace = Pace(),
+        pace: StreamIntervals = StreamIntervals(),
         deliver: bool = True,
     ) -> None:
         """`windows`: what the audit compares with. `limits`: of the journal of each stream. `deliver`: readers are sent

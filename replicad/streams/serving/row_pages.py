@@ -24,7 +24,7 @@ from replicad.streams.registry import Stream
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.copying import Copying
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.starts import Starts
 
@@ -118,7 +118,7 @@ def roundest(low: int, high: int) -> int:
 class RowPages:
     """The pages of all streams of one daemon."""
 
-    def __init__(self, publisher: Publisher, catchups: Catchups, pace: Pace) -> None:
+    def __init__(self, publisher: Publisher, catchups: Catchups, pace: StreamIntervals) -> None:
         self._publisher = publisher
         self._catchups = catchups
         self._pace = pace

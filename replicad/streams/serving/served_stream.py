@@ -14,7 +14,7 @@ import structlog
 import trio
 
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.service import Positions
+from replicad.daemon.service import PositionWatch
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
@@ -24,8 +24,8 @@ from replicad.streams import registry
 from replicad.streams.lineage import SHARES_NOTHING, Lineage
 from replicad.streams.registry import Published, Stream, differences
 from replicad.streams.serving.feed import FOLLOW, Feed
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lag import Lag
-from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.reasons import end_of, waits_line, why_unknown
 from replicad.streams.store import Store
 
@@ -47,10 +47,10 @@ class Context:
     """
 
     store: Store
-    poller: Positions
+    poller: PositionWatch
     troubles: Troubles
     limits: JournalLimits
-    pace: Pace = Pace()
+    pace: StreamIntervals = StreamIntervals()
     feeds: dict[str, Feed] = field(default_factory=dict)
     followers: set[OnFeed] = field(default_factory=set)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Positions
+from replicad.daemon.service import Answers, Feature, Host, Job, Peer, PositionWatch
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
 from replicad.streams.serving.ack_service import AckService
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.figures import StreamFigures
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.row_pages import RowPages
 from replicad.streams.serving.subscriptions import Subscriptions
@@ -27,8 +27,8 @@ class StreamService:
         publisher: Publisher,
         acks: AckService,
         book: TroubleBook,
-        poller: Positions,
-        pace: Pace = Pace(),
+        poller: PositionWatch,
+        pace: StreamIntervals = StreamIntervals(),
         *,
         catchups: CatchupLimits = CatchupLimits(),
     ) -> None:
@@ -93,7 +93,7 @@ class StreamService:
         return {"streams": sorted(self.publisher.feeds)}
 
 
-def feature(pace: Pace = Pace()) -> Feature:
+def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
     """The feature `streams`."""
 
     def open_service(host: Host) -> StreamService:

@@ -13,14 +13,14 @@ from replicad.streams.commands import Replicate
 from replicad.streams.serving.beginnings import at_of, is_ahead, parse_token, token_of
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 
 
 class Starts:
     """Answers for readers of one session, or for pages."""
 
-    def __init__(self, publisher: Publisher, catchups: Catchups, pace: Pace) -> None:
+    def __init__(self, publisher: Publisher, catchups: Catchups, pace: StreamIntervals) -> None:
         self._publisher = publisher
         self._catchups = catchups
         self._pace = pace

@@ -33,7 +33,7 @@ from replicad.streams.serving.beginnings import Begin, preamble_of, take_back
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.sent_positions import position_lines, set_lines
 from replicad.streams.serving.starts import Starts
@@ -45,7 +45,9 @@ NO_STREAMS = "no stream is served yet; streams that are added are sent from then
 class Subscriptions:
     """The streams that one session follows."""
 
-    def __init__(self, session: Peer, publisher: Publisher, catchups: Catchups, pace: Pace = Pace()) -> None:
+    def __init__(
+        self, session: Peer, publisher: Publisher, catchups: Catchups, pace: StreamIntervals = StreamIntervals()
+    ) -> None:
         self._session = session
         self._publisher = publisher
         self._catchups = catchups

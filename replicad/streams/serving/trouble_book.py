@@ -11,7 +11,7 @@ from uuid import uuid4
 import trio
 
 from replicad.daemon.troubles import Troubles
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.store import Notes
 from replicad.streams.troubles import Row
 
@@ -27,7 +27,9 @@ def daemon_name(server_name: str, pid: int | None = None) -> str:
 class TroubleBook:
     """Writes the present troubles whenever they change. `server_name`: the daemon's name for people."""
 
-    def __init__(self, notes: Notes, troubles: Troubles, server_name: str, pace: Pace = Pace()) -> None:
+    def __init__(
+        self, notes: Notes, troubles: Troubles, server_name: str, pace: StreamIntervals = StreamIntervals()
+    ) -> None:
         self._notes = notes
         self._pace = pace
         self._troubles = troubles

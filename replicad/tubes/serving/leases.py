@@ -21,7 +21,7 @@ from replicad.daemon.service import Peer
 from replicad.daemon.troubles import Troubles
 from replicad.errors import LeaseLost
 from replicad.tubes.commands import Claim, Lease, Part
-from replicad.tubes.holders import Holder, belongs_to, holder_of, without_tags
+from replicad.tubes.holders import LeaseHolder, belongs_to, holder_of, without_tags
 from replicad.tubes.leases import LeaseBook, LeaseView
 
 LAST_WRITE = 1.0  # seconds at the end of the daemon to release the leases of its connections
@@ -36,18 +36,18 @@ class Ownership:
         self._troubles = troubles
         self._retry = retry
         self._daemon = secrets.token_hex(8)  # with a session's number it names a connection among all daemons
-        self._bound: set[Holder] = set()
-        self._ended: set[Holder] = set()
+        self._bound: set[LeaseHolder] = set()
+        self._ended: set[LeaseHolder] = set()
         self._has_ended = trio.Event()
         self._clients: dict[tuple[str, int], str] = {}  # (tube, term): the stored holder
 
-    def holder(self, session: Peer, command: Claim) -> Holder:
+    def holder(self, session: Peer, command: Claim) -> LeaseHolder:
         """The holder that the CLAIM of a client means."""
         connection = f"{self._daemon}.{session.number}"
         return holder_of(command.holder or session.identity, session.access.name, connection)
 
     async def claim(
-        self, session: Peer, command: Claim, holder: Holder, ttl: float, expired: Callable[[str], Sequence[int]]
+        self, session: Peer, command: Claim, holder: LeaseHolder, ttl: float, expired: Callable[[str], Sequence[int]]
     ) -> Lease:
         """`LeaseBook.claim` for a client. `expired`: the beats of the expired leases of a tube."""
         if self._ended:
@@ -97,7 +97,7 @@ class Ownership:
         if not self._ended:
             self._has_ended = trio.Event()
 
-    def _end(self, holder: Holder) -> None:
+    def _end(self, holder: LeaseHolder) -> None:
         self._bound.discard(holder)
         self._ended.add(holder)
         self._has_ended.set()

@@ -39,9 +39,9 @@ from replicad.tubes.commands import (
     Report,
     Tube,
 )
-from replicad.tubes.holders import Holder, without_tags
+from replicad.tubes.holders import LeaseHolder, without_tags
 from replicad.tubes.leases import LeaseBook
-from replicad.tubes.pods import Bounds, PodBook, Span
+from replicad.tubes.pods import PodBook, PodReadBounds, Span
 from replicad.tubes.serving.known import KnownTubes
 from replicad.tubes.serving.leases import Ownership, Renewals
 from replicad.tubes.serving.waiting import JUST_NOW, ClaimWaiter, ClaimWaiters, PodWaiter, PodWaiters, Readiness
@@ -62,7 +62,7 @@ class Books:
 class _Claiming:
     peer: Peer
     command: Claim
-    holder: Holder
+    holder: LeaseHolder
     ttl: float
     until: float
 
@@ -301,7 +301,7 @@ class PodReads:
     async def _plan(self, command: Pods) -> Planned:
         tube, part, term, after = command.tube, command.part, command.term, command.after
         limit = min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT)
-        bounds = Bounds(await self._waiters.position(tube), limit, command.ids, command.backfill)
+        bounds = PodReadBounds(await self._waiters.position(tube), limit, command.ids, command.backfill)
         as_lines = not command.plan and command.encoding != ARROW
         if as_lines and part.partitions == self._partitions(tube):
             try:

@@ -16,8 +16,8 @@ from typing import Any
 import trio
 
 from replicad.config.limits import Limits
-from replicad.daemon.figures import GAUGE, Detail, Family, Look, Obstacle, Sample
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Positions
+from replicad.daemon.figures import GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
+from replicad.daemon.service import Answers, Feature, Host, Job, Peer, PositionWatch
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DataLoss
@@ -143,9 +143,9 @@ class TubeFigures:
             held = held_back(holder, None if holder is None else holder.age_s or 0.0)
             yield Detail(TUBE, name, {"state": state, "problem": fault, "held_back": held, "partitions": partitions})
 
-    def looks(self) -> Sequence[Look]:
+    def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
-        return (Look("tubes", self._look, self._seen.clear),) if self._served.tubes else ()
+        return (FigureQuery("tubes", self._look, self._seen.clear),) if self._served.tubes else ()
 
     async def _look(self) -> None:
         """Read how many pods wait in all tubes: with one statement, and another for tubes with many pods."""
@@ -223,7 +223,7 @@ class TubeService:
         self,
         books: Books,
         limits: Limits,
-        poller: Positions,
+        poller: PositionWatch,
         *,
         troubles: Troubles,
         pace: TubeIntervals = TubeIntervals(),

@@ -29,7 +29,7 @@ from replicad.errors import LeaseHeld, TubeError
 from replicad.protocol.tokens import Cursor
 from replicad.tubes import backfill, bulk
 from replicad.tubes.commands import Part, Ready
-from replicad.tubes.holders import Holder, without_tags
+from replicad.tubes.holders import LeaseHolder, without_tags
 from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import PodBook
 
@@ -42,7 +42,7 @@ class TubeIntervals:
     first_reading: float = 2.0  # to wait for the first position of a tube; only an open transaction takes longer
     waking: float = 1.0  # that the query for new pods may take; then all requests that wait for the tube are woken
     look_again: float = 1.0  # before a query for new pods that failed is repeated
-    backfills: backfill.Pace = backfill.Pace()
+    backfills: backfill.BackfillIntervals = backfill.BackfillIntervals()
     blocks: bulk.Sizes = bulk.Sizes()
     restarts: Restarts = Restarts()
 
@@ -53,7 +53,7 @@ class ClaimWaiter:
 
     tube: str
     part: Part
-    holder: Holder
+    holder: LeaseHolder
     wake: Callable[[], None]
 
 
@@ -93,7 +93,7 @@ class ClaimWaiters:
         """The beats of the tube's expired leases."""
         return self._expired.get(tube, [])
 
-    def taken(self, tube: str, part: Part, holder: Holder) -> LeaseHeld | None:
+    def taken(self, tube: str, part: Part, holder: LeaseHolder) -> LeaseHeld | None:
         """The refusal of a claim, as Postgres would give it; None if the partition was free at the last look."""
         for partitions, leases in self._leases.get(tube, {}).items():
             step = gcd(partitions, part.partitions)
@@ -353,7 +353,7 @@ class Readiness:
         self._waiters.add(waiter)
         self._put(peer, (tube, part), _Entry(until, partial(self._waiters.remove, waiter)))
 
-    def want_lease(self, peer: Peer, tube: str, part: Part, holder: Holder, until: float) -> None:
+    def want_lease(self, peer: Peer, tube: str, part: Part, holder: LeaseHolder, until: float) -> None:
         """Send READY when the partition is free for this holder."""
         claimant = ClaimWaiter(tube, part, holder, partial(self._send, peer, tube, part))
         self._claim_waiters.add(claimant)

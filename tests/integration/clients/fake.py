@@ -30,7 +30,7 @@ from replicad.errors import (
     forked_text,
 )
 from replicad.protocol.command import Command
-from replicad.protocol.connection import Connection, Due, Timing
+from replicad.protocol.connection import Due, ProtocolConnection, Timing
 from replicad.protocol.tokens import Cursor, Vector
 from replicad.protocol.words import Side
 from tests import vocabulary as c
@@ -157,7 +157,7 @@ class FakeSession:
         self.daemon = daemon
         self.world = daemon.world
         self.stream = stream
-        self.connection = Connection(
+        self.connection = ProtocolConnection(
             Side.SERVER, EVERY, now=trio.current_time(), timing=daemon.timing, wants_auth=daemon.token is not None
         )
         self.wake = trio.Event()

@@ -24,7 +24,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.protocol.states import CloseReason
 from replicad.streams.serving.ack_service import AckService
 from replicad.streams.serving.catchups import CatchupLimits
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.service import StreamService
 from replicad.streams.serving.trouble_book import TroubleBook
@@ -123,7 +123,7 @@ class Streams:
     """The service of streams over a store in memory."""
 
     def __init__(
-        self, desk: Desk, store: MemoryStore, pace: Pace, limits: JournalLimits, catchups: CatchupLimits
+        self, desk: Desk, store: MemoryStore, pace: StreamIntervals, limits: JournalLimits, catchups: CatchupLimits
     ) -> None:
         self.desk = desk
         self.store = store
@@ -150,7 +150,7 @@ class Streams:
 async def open_streams(
     *names: str,
     by_writer: bool = False,
-    pace: Pace = Pace(),
+    pace: StreamIntervals = StreamIntervals(),
     limits: JournalLimits | None = None,
     store: MemoryStore | None = None,
     catchups: CatchupLimits = CatchupLimits(),

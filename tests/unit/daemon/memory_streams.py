@@ -17,7 +17,7 @@ import trio
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, StreamRefused, TokenExpired, UnknownStream
 from replicad.postgres.horizon import Reading, Source
 from replicad.protocol.tokens import Vector
-from replicad.streams.acks import Ack
+from replicad.streams.acks import ReaderAck
 from replicad.streams.chunks import MAX_ROW, Chunk, chunk_of, no_longer
 from replicad.streams.lineage import Generation, Lineage
 from replicad.streams.registry import Method, Published, Rewound, Stream
@@ -203,7 +203,7 @@ class MemoryStore:
         self.notes: dict[str, Published] = {}
         self.generations: dict[str, list[Generation]] = {}  # behind the first
         self._begun = 0
-        self.acks: list[Ack] = []
+        self.acks: list[ReaderAck] = []
         self.troubles: dict[str, Sequence[Row]] = {}
         self.fails: dict[str, Exception] = {}
         self.looks = 0  # at the registry
@@ -334,7 +334,7 @@ class MemoryStore:
 
     # --- `Notes` ---
 
-    async def note_acks(self, some: Sequence[Ack]) -> None:
+    async def note_acks(self, some: Sequence[ReaderAck]) -> None:
         await self.answer("acks")
         self.acks += some
 

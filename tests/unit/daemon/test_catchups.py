@@ -17,14 +17,14 @@ from replicad.errors import DatabaseError, TokenExpired
 from replicad.protocol.states import CloseReason
 from replicad.streams.chunks import Chunk
 from replicad.streams.rows import ChunkSink
-from replicad.streams.serving.catchups import CatchupLimits, Catchups, Sizes
+from replicad.streams.serving.catchups import CatchupLimits, Catchups, PieceSizes
 from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.feed import Feed
 
 from .conftest import Streams, open_streams, settle
 from .memory_streams import MemoryRows, MemoryStore
 
-SMALL = CatchupLimits(connections=1, cache_bytes=1 << 20, sizes=Sizes(100, 100, 400))
+SMALL = CatchupLimits(connections=1, cache_bytes=1 << 20, sizes=PieceSizes(100, 100, 400))
 
 
 class Counted(MemoryStore):
@@ -117,7 +117,7 @@ async def test_clients_that_need_the_same_rows_share_one_read_of_each(autojump_c
 
 
 async def test_rows_are_read_in_blocks_where_ids_are_dense_and_one_by_one_where_not(autojump_clock: MockClock) -> None:
-    limits = CatchupLimits(connections=1, cache_bytes=1 << 20, sizes=Sizes(100, 100, 400, block=100))
+    limits = CatchupLimits(connections=1, cache_bytes=1 << 20, sizes=PieceSizes(100, 100, 400, block=100))
     dense, far = range(1, 401), range(10**15, 10**15 + 400)
     sparse = range(10**6, 10**8, 10**6)
     async with opened(len(dense), limits) as (streams, store, catchups, feed):
@@ -194,7 +194,7 @@ async def test_time_in_which_postgres_gives_nothing_does_not_count_against_a_cli
 
 
 async def test_pieces_leave_memory_when_nobody_uses_them_and_never_exceed_the_bound(autojump_clock: MockClock) -> None:
-    limits = CatchupLimits(cache_bytes=20_000, sizes=Sizes(1000, 1000, 3000))
+    limits = CatchupLimits(cache_bytes=20_000, sizes=PieceSizes(1000, 1000, 3000))
     async with opened(2000, limits) as (_, store, catchups, feed):
         socket = Socket(1)
         async with trio.open_nursery() as nursery:

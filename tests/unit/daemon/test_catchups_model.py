@@ -19,8 +19,8 @@ from replicad.postgres.horizon import Fork, Reading
 from replicad.streams.chunks import Chunk
 from replicad.streams.registry import Published
 from replicad.streams.rows import ChunkSink
-from replicad.streams.serving.catchups import CatchupLimits, Sizes
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.catchups import CatchupLimits, PieceSizes
+from replicad.streams.serving.intervals import StreamIntervals
 from tests.lengths import examples
 
 from .conftest import Client, Streams, on_a_jumping_clock, open_streams, settle
@@ -149,9 +149,11 @@ steps = st.lists(
 
 async def _live(plan: list[tuple[str, int]]) -> None:
     journal = JournalLimits(max_bytes=120, max_chunks=4)  # so small that who lags must catch up from pieces
-    small = CatchupLimits(connections=2, cache_bytes=4096, sizes=Sizes(20, 40, 200, block=20))
+    small = CatchupLimits(connections=2, cache_bytes=4096, sizes=PieceSizes(20, 40, 200, block=20))
     store = Slow()
-    async with open_streams("s", limits=journal, store=store, catchups=small, pace=Pace(ahead=1.0)) as streams:
+    async with open_streams(
+        "s", limits=journal, store=store, catchups=small, pace=StreamIntervals(ahead=1.0)
+    ) as streams:
         database = Database(streams)
         database.write(10)
         await settle()

@@ -11,7 +11,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.daemon.figures import COUNTER, GAUGE, Family, Figures, Look, Sample
+from replicad.daemon.figures import COUNTER, GAUGE, Family, FigureQuery, Figures, Sample
 from replicad.daemon.troubles import Troubles
 from replicad.operations.http import exposition, looks
 from replicad.postgres.horizon import Holder, HolderKind, Reading
@@ -174,8 +174,8 @@ class Source:
         self.begun = 0
         self.forgotten = 0
 
-    def looks(self) -> list[Look]:
-        return [Look("some", self._look, self._forget)]
+    def looks(self) -> list[FigureQuery]:
+        return [FigureQuery("some", self._look, self._forget)]
 
     async def _look(self) -> None:
         self.begun += 1
@@ -188,7 +188,7 @@ class Source:
 async def test_a_look_is_bounded_shared_counted_and_forgotten(autojump_clock: trio.testing.MockClock) -> None:
     figures, source, troubles = Figures(), Source(), Troubles()
     figures.add(source)  # type: ignore[arg-type]
-    pace = looks.Pace()
+    pace = looks.LookIntervals()
     some = looks.Looks(figures, troubles, pace)
 
     def shown() -> dict[str, float]:

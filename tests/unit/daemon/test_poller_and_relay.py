@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from replicad.config.limits import Limits
 from replicad.daemon.poller import Outages, Poller
-from replicad.daemon.relay import MAX_LINE, Pace, Relay
+from replicad.daemon.relay import MAX_LINE, Relay, RelayIntervals
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused
 from replicad.postgres.horizon import Holder, HolderKind, LockSource, Reading, Source
@@ -359,7 +359,7 @@ class Notices:
 class Daemon:
     """One relay on the bus, and what it heard."""
 
-    def __init__(self, bus: Bus, nursery: trio.Nursery, pace: Pace = Pace()) -> None:
+    def __init__(self, bus: Bus, nursery: trio.Nursery, pace: RelayIntervals = RelayIntervals()) -> None:
         self.troubles = Troubles()
         self.relay = Relay(bus, relay_key, EVERY, self.troubles, pace)
         self.heard: list[str] = []
@@ -452,7 +452,7 @@ async def test_an_outage_loses_nothing_that_waits_and_a_refusal_loses_only_its_o
     async with trio.open_nursery() as nursery:
         bus = Bus()
         bus.deaf = [DatabaseUnavailable("away")] * 3
-        one, two = Daemon(bus, nursery, Pace(max_waiting=100)), Daemon(bus, nursery)
+        one, two = Daemon(bus, nursery, RelayIntervals(max_waiting=100)), Daemon(bus, nursery)
         await settle(5)
         assert two.troubles.why("service", "relay") is None
         bus.raises = [DatabaseUnavailable("away")] * 3

@@ -12,7 +12,7 @@ from replicad.daemon.troubles import DATABASE
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaMissing, StreamRefused
 from replicad.postgres.horizon import Reading
 from replicad.streams.registry import Published
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.windows import Attached
 
 from .conftest import open_streams, settle
@@ -216,7 +216,7 @@ async def test_a_service_that_is_begun_again_serves_the_same_streams(autojump_cl
 
 
 async def test_rows_that_turn_up_below_the_position_are_an_alarm_for_a_while(autojump_clock: MockClock) -> None:
-    async with open_streams("s", pace=Pace(late_look=5.0, late_lasts=100.0)) as streams:
+    async with open_streams("s", pace=StreamIntervals(late_look=5.0, late_lasts=100.0)) as streams:
         await streams.write("s", 1, 3)
         await settle(6)
         streams.store.insert("s", 2)

@@ -8,7 +8,7 @@ from trio.testing import MockClock
 
 from replicad.errors import DatabaseError
 from replicad.postgres.horizon import Reading
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 
 from .conftest import open_streams, settle
 from .memory_streams import MemoryRows
@@ -116,7 +116,7 @@ async def test_a_linear_subscription_is_not_taken_back_by_a_reading_whose_writer
 async def test_a_token_that_cannot_be_followed_is_refused_and_the_connection_stays(
     token: str, answer: str, autojump_clock: MockClock
 ) -> None:
-    async with open_streams("s", pace=Pace(ahead=2.0)) as streams:
+    async with open_streams("s", pace=StreamIntervals(ahead=2.0)) as streams:
         await streams.write("s", *range(6, 11))
         streams.store.tables["s"].trimmed_upto = 5
         client = streams.connect()
@@ -126,7 +126,7 @@ async def test_a_token_that_cannot_be_followed_is_refused_and_the_connection_sta
 
 
 async def test_a_token_from_a_daemon_that_is_further_is_waited_for(autojump_clock: MockClock) -> None:
-    async with open_streams("s", pace=Pace(ahead=5.0)) as streams:
+    async with open_streams("s", pace=StreamIntervals(ahead=5.0)) as streams:
         client = streams.connect()
         streams.store.insert("s", 1, 2, 3)
         assert "RDATA" not in " ".join(await client.say("REPLICATE s 2"))
@@ -200,7 +200,7 @@ async def test_a_row_that_cannot_be_read_ends_the_subscription_and_plain_replica
 async def test_old_rows_that_cannot_be_read_stop_a_catch_up_alone_and_plain_replicate_tries_again(
     autojump_clock: MockClock,
 ) -> None:
-    async with open_streams("s", pace=Pace(stopped=10.0)) as streams:
+    async with open_streams("s", pace=StreamIntervals(stopped=10.0)) as streams:
         await streams.write("s", *range(1, 10))
         streams.store.tables["s"].poison.add(5)
         client = streams.connect()

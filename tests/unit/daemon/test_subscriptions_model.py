@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from replicad.daemon.journal import JournalLimits
 from replicad.protocol.tokens import Vector
-from replicad.streams.serving.catchups import CatchupLimits, Sizes
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.catchups import CatchupLimits, PieceSizes
+from replicad.streams.serving.intervals import StreamIntervals
 from tests.lengths import examples
 
 from .conftest import Client, Streams, on_a_jumping_clock, open_streams, settle
@@ -111,9 +111,9 @@ steps = st.lists(
 
 async def _live(plan: list[tuple[str, int]], seal: float) -> None:
     limits = JournalLimits(max_bytes=120, max_chunks=4)  # so small that who lags must catch up from Postgres
-    small = CatchupLimits(sizes=Sizes(20, 40, 600))  # some pieces have one row, others have several
+    small = CatchupLimits(sizes=PieceSizes(20, 40, 600))  # some pieces have one row, others have several
     async with open_streams(
-        "s", by_writer=True, limits=limits, pace=Pace(ahead=1.0, seal=seal), catchups=small
+        "s", by_writer=True, limits=limits, pace=StreamIntervals(ahead=1.0, seal=seal), catchups=small
     ) as streams:
         database = Database(streams)
         poison = streams.store.tables["s"].poison

@@ -18,9 +18,9 @@ from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
-from replicad.tubes.holders import Holder
+from replicad.tubes.holders import LeaseHolder
 from replicad.tubes.leases import LeaseView
-from replicad.tubes.pods import Bounds, Span, TubeInfo
+from replicad.tubes.pods import PodReadBounds, Span, TubeInfo
 from replicad.tubes.serving.requests import Books
 from replicad.tubes.serving.service import TubeService
 from replicad.tubes.serving.waiting import TubeIntervals
@@ -73,7 +73,7 @@ class MemoryBooks:
             for term, one in self.held.items()
         ]
 
-    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, expired: Sequence[int]) -> Lease:
+    async def claim(self, tube: str, part: Part, holder: LeaseHolder, ttl: float, expired: Sequence[int]) -> Lease:
         await self._answer("claim")
         if any((lease.tube, lease.part) == (tube, part) for lease in self.held.values()):
             raise LeaseHeld(f"{part} of {tube} is held")
@@ -81,7 +81,7 @@ class MemoryBooks:
         self.held[term] = Lease(tube, part, term, ttl)
         return self.held[term]
 
-    async def let_go(self, holders: Sequence[Holder]) -> None:
+    async def let_go(self, holders: Sequence[LeaseHolder]) -> None:
         await self._answer("let_go")
 
     async def holder_of(self, tube: str, term: int) -> str | None:
@@ -117,7 +117,7 @@ class MemoryBooks:
         await self._answer("shards_between")
         return {shard: seq for seq, shard in sorted(self.pods_of[tube]) if after < seq <= upto}
 
-    async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds) -> CursorAt:
+    async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: PodReadBounds) -> CursorAt:
         await self._answer("plan")
         self._fence(tube, term)
         self.limits.append(bounds.limit)
@@ -125,7 +125,7 @@ class MemoryBooks:
         return CursorAt(tube, part, Cursor(found[-1], after.backfill) if found else after, len(found))
 
     async def short(
-        self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds
+        self, tube: str, part: Part, term: int, after: Cursor, bounds: PodReadBounds
     ) -> tuple[CursorAt, bytes] | None:
         await self._answer("short")
         if not self.few or not (lease := self.held.get(term)) or lease.tube != tube:

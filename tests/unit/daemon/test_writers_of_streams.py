@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trio.testing import MockClock
 
-from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.intervals import StreamIntervals
 
 from .conftest import open_streams, settle
 
@@ -35,7 +35,7 @@ async def test_a_writer_is_listed_before_its_first_row_goes_out_and_leaves_when_
 async def test_a_writer_that_another_daemon_has_seen_first_is_known_by_the_number_in_a_token(
     autojump_clock: MockClock,
 ) -> None:
-    async with open_streams("s", by_writer=True, pace=Pace(ahead=2.0)) as streams:
+    async with open_streams("s", by_writer=True, pace=StreamIntervals(ahead=2.0)) as streams:
         await streams.write("s", 1)
         number = (await streams.store.ensure_writers(streams.store.streams["s"], ["z"]))["z"]
         client = streams.connect()
@@ -49,7 +49,7 @@ async def test_a_writer_that_another_daemon_has_seen_first_is_known_by_the_numbe
 
 
 async def test_too_many_writers_become_one_name_until_enough_are_retired(autojump_clock: MockClock) -> None:
-    async with open_streams("s", by_writer=True, pace=Pace(max_listed=5)) as streams:
+    async with open_streams("s", by_writer=True, pace=StreamIntervals(max_listed=5)) as streams:
         client = streams.connect()
         await client.say("REPLICATE s NOW")
         for id in range(1, 9):

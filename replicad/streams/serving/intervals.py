@@ -8,7 +8,7 @@ from replicad.daemon.supervision import Restarts
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StreamIntervals:
     """Intervals and pauses in seconds, and bounds."""
 
     look: float = 1.0  # between two looks at the registry, and between two notes of published positions

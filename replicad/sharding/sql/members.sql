@@ -206,7 +206,7 @@ BEGIN
     PERFORM writer_changed(w.stream);
 END
 $$;
-COMMENT ON FUNCTION writer_join(text, text, interval, text, bigint[]) IS 'Becomes one of the writers of a stream';
+COMMENT ON FUNCTION writer_join(text, text, interval, text, bigint[]) IS 'Makes the caller a writer of a stream';
 
 -- writer_expelled(stream, instance, term): raises RS011. Writes nothing.
 CREATE OR REPLACE FUNCTION writer_expelled(stream text, instance text, term bigint) RETURNS void

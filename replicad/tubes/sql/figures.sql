@@ -134,7 +134,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         LEFT JOIN figures bf ON bf.partition = p AND bf.backfill
     ORDER BY p
 $$;
-COMMENT ON FUNCTION tube_stats_of(text, integer) IS 'What is in each partition of a tube';
+COMMENT ON FUNCTION tube_stats_of(text, integer) IS 'The contents of each partition of a tube';
 
 -- tube_stats(exact): as tube_stats_of, for all tubes, by name and partition.
 CREATE OR REPLACE FUNCTION tube_stats(exact integer = 10000) RETURNS TABLE (
@@ -147,4 +147,4 @@ CREATE OR REPLACE FUNCTION tube_stats(exact integer = 10000) RETURNS TABLE (
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT s.* FROM tube_registry r, tube_stats_of(r.tube, exact) AS s ORDER BY s.tube, s.partition
 $$;
-COMMENT ON FUNCTION tube_stats(integer) IS 'What is in each partition of each tube';
+COMMENT ON FUNCTION tube_stats(integer) IS 'The contents of each partition of each tube';

@@ -47,11 +47,11 @@ from replicad.daemon.turns import Turns
 from replicad.daemon.waiting import Patience
 from replicad.errors import DatabaseUnavailable, EnvironmentRefused, ReplicadError, UsageError
 from replicad.groups import leaves
+from replicad.positions.bell import Bell
+from replicad.positions.horizon import Horizon
+from replicad.positions.recording import Recorder
 from replicad.postgres import schema_text
-from replicad.postgres.bell import Bell
 from replicad.postgres.embedded import DEFAULT_FOLDER, EmbeddedPostgres
-from replicad.postgres.horizon import Horizon
-from replicad.postgres.recording import Recorder
 from replicad.postgres.statements import statement
 from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import CORE, Error, Server

@@ -23,8 +23,8 @@ from replicad import sqlstates
 from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
-from replicad.postgres.bell import LastValues, Wait
-from replicad.postgres.horizon import Reading, Source
+from replicad.positions.bell import LastValues, Wait
+from replicad.positions.horizon import Reading, Source
 from replicad.retry import Backoff
 from replicad.sqlstates import means
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from replicad.daemon.pools import Pools
     from replicad.daemon.relay import Relay
     from replicad.daemon.troubles import Troubles
-    from replicad.postgres.horizon import Reading, Source
+    from replicad.positions.horizon import Reading, Source
 
 
 class HangUp(Exception):

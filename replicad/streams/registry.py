@@ -13,8 +13,8 @@ from datetime import datetime
 from typing import Any
 
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
+from replicad.positions.horizon import Identity, LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.bridge import Database
-from replicad.postgres.horizon import Identity, LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import Queries, call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector

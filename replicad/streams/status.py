@@ -15,8 +15,8 @@ from types import MappingProxyType
 import trio
 
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaMissing, StandbyRefused, StreamRefused
+from replicad.positions.horizon import Holder, HolderKind, Horizon, Reading
 from replicad.postgres.bridge import Database
-from replicad.postgres.horizon import Holder, HolderKind, Horizon, Reading
 from replicad.postgres.statements import statement
 from replicad.streams import registry, troubles
 from replicad.streams.queries import SCHEMA, Impatient, is_locked

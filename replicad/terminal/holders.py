@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from replicad.positions.horizon import Holder
 from replicad.postgres.bridge import quote_literal
-from replicad.postgres.horizon import Holder
 
 MOST_QUERY = 80  # characters of a statement that are shown
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import trio
 
-from replicad.postgres import recording
+from replicad.positions import recording
 from tests.conftest import PATIENCE, psql
 from tests.roles import as_daemon
 

@@ -6,9 +6,9 @@ import pytest
 import trio
 
 from replicad.errors import DatabaseError
-from replicad.postgres.bell import SECONDS, Bell
+from replicad.positions.bell import SECONDS, Bell
+from replicad.positions.horizon import Horizon, LockSource
 from replicad.postgres.bridge import Database
-from replicad.postgres.horizon import Horizon, LockSource
 from tests.conftest import PATIENCE
 
 

@@ -15,9 +15,8 @@ import pytest
 import trio
 
 from replicad.errors import StreamRefused
-from replicad.postgres import horizon
-from replicad.postgres.bridge import Connection, Database, load_sql, open_database
-from replicad.postgres.horizon import (
+from replicad.positions import horizon
+from replicad.positions.horizon import (
     Fork,
     HolderKind,
     Horizon,
@@ -27,6 +26,7 @@ from replicad.postgres.horizon import (
     TableSource,
     reservation_key,
 )
+from replicad.postgres.bridge import Connection, Database, load_sql, open_database
 from tests.conftest import PATIENCE
 
 pytestmark = pytest.mark.postgres

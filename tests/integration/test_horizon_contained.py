@@ -10,9 +10,9 @@ import pytest
 import trio
 
 from replicad.errors import DatabaseError
-from replicad.postgres.blockers import LOCK_TIMEOUT
+from replicad.positions.horizon import HolderKind, Horizon, LockSource, Reading, TableSource
+from replicad.positions.polled import LOCK_TIMEOUT
 from replicad.postgres.bridge import Connection, Database, load_sql, open_database
-from replicad.postgres.horizon import HolderKind, Horizon, LockSource, Reading, TableSource
 from replicad.sqlstates import LOCKED, means
 
 pytestmark = pytest.mark.postgres

@@ -14,11 +14,11 @@ import pytest
 import trio
 
 from replicad.errors import DatabaseError, DatabaseUnavailable, StandbyRefused
-from replicad.postgres import recording
+from replicad.positions import recording
+from replicad.positions.horizon import HolderKind, Horizon, LockSource, Reading
+from replicad.positions.recording import Recorder
 from replicad.postgres.bridge import Connection, Database, Fence, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
-from replicad.postgres.horizon import HolderKind, Horizon, LockSource, Reading
-from replicad.postgres.recording import Recorder
 from tests.conftest import PATIENCE, server_folder
 
 pytestmark = pytest.mark.postgres

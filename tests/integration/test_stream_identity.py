@@ -16,8 +16,8 @@ import trio
 from replicad.client.events import RowBatch
 from replicad.client.trio_client import open_client
 from replicad.errors import StreamRefused
+from replicad.positions.horizon import Horizon
 from replicad.postgres.bridge import Database
-from replicad.postgres.horizon import Horizon
 from replicad.streams import registry, status
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE

@@ -18,9 +18,9 @@ from replicad.errors import (
     UnknownStream,
     UsageError,
 )
+from replicad.positions.horizon import LockSource
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.horizon import LockSource
 from replicad.protocol.tokens import Vector
 from replicad.streams import registry, status
 from replicad.streams.registry import Method

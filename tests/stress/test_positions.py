@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from replicad.postgres import recording
+from replicad.positions import recording
+from replicad.positions.horizon import Horizon, LockSource, Reading
+from replicad.positions.recording import Recorder
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.horizon import Horizon, LockSource, Reading
-from replicad.postgres.recording import Recorder
 
 SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "4"))
 PROCESSES, WRITERS = 2, 18

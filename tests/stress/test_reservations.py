@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import trio
 
+from replicad.positions.horizon import Horizon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.horizon import Horizon
 from replicad.streams import registry
 from replicad.streams.registry import Method
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
+from replicad.positions.lockwatch import Hold, LockWatch, TableWatch
 from tests.lengths import examples
 
 

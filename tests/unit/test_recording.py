@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicad.postgres import recording
-from replicad.postgres.lockwatch import Hold, LockWatch
-from replicad.postgres.recording import PollRecord, Recorder
+from replicad.positions import recording
+from replicad.positions.lockwatch import Hold, LockWatch
+from replicad.positions.recording import PollRecord, Recorder
 from tests.lengths import examples
 from tests.unit.test_lockwatch import Poller, Violation, World, run
 

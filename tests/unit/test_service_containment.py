@@ -19,7 +19,7 @@ from replicad.daemon.relay import Relay
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused, TokenAhead
-from replicad.postgres.watched import Reading
+from replicad.positions.watched import Reading
 from replicad.protocol.commands import CORE, RemoteServerUp
 from replicad.streams.acks import ReaderAck
 from replicad.streams.commands import FederationAck

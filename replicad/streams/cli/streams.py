@@ -18,8 +18,8 @@ from replicad.terminal.failures import say
 from replicad.terminal.output import as_json_line, echo, print_rows
 
 if TYPE_CHECKING:
+    from replicad.positions.horizon import Holder
     from replicad.postgres.bridge import Database
-    from replicad.postgres.horizon import Holder
     from replicad.streams.acks import SenderAck
     from replicad.streams.lineage import Generation
     from replicad.streams.registry import Added
@@ -170,7 +170,7 @@ def check_polls(file: Path) -> None:
     Each published position is compared with the readings before it: the last value of the sequence, the holders of
     locks, and how far the WAL was on disk (docs/positions.md). Prints each broken rule; exits with 7 then.
     """
-    from replicad.postgres import recording
+    from replicad.positions import recording
 
     problems = 0
     with file.open(encoding="utf-8", errors="replace") as lines:

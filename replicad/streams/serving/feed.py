@@ -14,7 +14,7 @@ from replicad.daemon.joined import Joined
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, ReplicadError, StreamRefused, TableReplaced
-from replicad.postgres.horizon import Reading
+from replicad.positions.horizon import Reading
 from replicad.protocol.tokens import Vector
 from replicad.streams.lineage import Lineage
 from replicad.streams.queries import is_locked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from replicad.postgres.horizon import Reading
+from replicad.positions.horizon import Reading
 
 MARKS = 64  # kept for each stream; when there are more, two neighbours become one
 

@@ -24,7 +24,7 @@ from replicad.errors import (
     StreamWaits,
     UnknownStream,
 )
-from replicad.postgres.horizon import Fork
+from replicad.positions.horizon import Fork
 from replicad.streams.registry import GENERATION, RENEWABLE, Stream, differences
 from replicad.streams.serving.audit import Audit
 from replicad.streams.serving.feed import Feed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
 from replicad.groups import sole_leaf
-from replicad.postgres.horizon import Reading
+from replicad.positions.horizon import Reading
 from replicad.protocol.commands import Error
 
 

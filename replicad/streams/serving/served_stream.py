@@ -18,7 +18,7 @@ from replicad.daemon.service import PositionWatch
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
-from replicad.postgres.horizon import Fork, Reading
+from replicad.positions.horizon import Fork, Reading
 from replicad.protocol.tokens import Vector
 from replicad.streams import registry
 from replicad.streams.lineage import SHARES_NOTHING, Lineage

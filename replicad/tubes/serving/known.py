@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from replicad.daemon.service import PositionWatch
 from replicad.daemon.troubles import Troubles
 from replicad.errors import TubeRefused, UnknownTube
-from replicad.postgres.horizon import LockSource, Reading
+from replicad.positions.horizon import LockSource, Reading
 from replicad.tubes.pods import PodBook, TubeInfo
 from replicad.tubes.serving.waiting import ClaimWaiters, PodWaiters
 

@@ -21,8 +21,8 @@ from replicad.daemon.service import Answers, Feature, Host, Job, Peer, PositionW
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DataLoss
+from replicad.positions.horizon import Reading
 from replicad.postgres.bridge import Database, quote_ident, quote_literal
-from replicad.postgres.horizon import Reading
 from replicad.postgres.statements import statement
 from replicad.streams.queries import Impatient
 from replicad.streams.together import fetch_together

@@ -9,9 +9,9 @@ from itertools import count
 import pytest
 import trio
 
+from replicad.positions.horizon import Horizon, Reading
 from replicad.postgres import schema
 from replicad.postgres.bridge import Connection, Database, open_database
-from replicad.postgres.horizon import Horizon, Reading
 from replicad.streams import registry
 from replicad.streams.registry import Method
 from tests.conftest import PATIENCE

@@ -15,7 +15,7 @@ import trio
 from adbc_driver_postgresql import dbapi
 
 from replicad.errors import StreamRefused, UnknownStream
-from replicad.postgres.horizon import HolderKind
+from replicad.positions.horizon import HolderKind
 from replicad.streams import registry
 from replicad.streams.writing import blocking_writer as blocking
 from replicad.streams.writing import writer as writers

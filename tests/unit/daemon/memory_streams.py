@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 import trio
 
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, StreamRefused, TokenExpired, UnknownStream
-from replicad.postgres.horizon import Reading, Source
+from replicad.positions.horizon import Reading, Source
 from replicad.protocol.tokens import Vector
 from replicad.streams.acks import ReaderAck
 from replicad.streams.chunks import MAX_ROW, Chunk, chunk_of, no_longer

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replicad.daemon.journal import JournalLimits
-from replicad.postgres.horizon import Fork, Reading
+from replicad.positions.horizon import Fork, Reading
 from replicad.streams.chunks import Chunk
 from replicad.streams.registry import Published
 from replicad.streams.rows import ChunkSink

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replicad.daemon.figures import COUNTER, GAUGE, Family, FigureQuery, Figures, Sample
 from replicad.daemon.troubles import Troubles
 from replicad.operations.http import exposition, looks
-from replicad.postgres.horizon import Holder, HolderKind, Reading
+from replicad.positions.horizon import Holder, HolderKind, Reading
 from replicad.streams.serving.lag import MARKS, Lag
 from tests import figures_page as page
 

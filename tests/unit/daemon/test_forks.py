@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from replicad.daemon.journal import JournalLimits
 from replicad.errors import TableReplaced
-from replicad.postgres.horizon import Fork, Reading, Source
+from replicad.positions.horizon import Fork, Reading, Source
 from replicad.streams.registry import Published, Stream
 from replicad.streams.serving.feed import Feed
 from tests.unit.daemon.conftest import Streams, open_streams, settle

@@ -17,7 +17,7 @@ from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.relay import MAX_LINE, Relay, RelayIntervals
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused
-from replicad.postgres.horizon import Holder, HolderKind, LockSource, Reading, Source
+from replicad.positions.horizon import Holder, HolderKind, LockSource, Reading, Source
 from replicad.protocol.commands import LockReleased, RemoteServerUp
 from tests.daemons import relay_key, relayed
 from tests.vocabulary import EVERY

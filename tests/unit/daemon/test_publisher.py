@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from replicad.daemon.troubles import DATABASE
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaMissing, StreamRefused
-from replicad.postgres.horizon import Reading
+from replicad.positions.horizon import Reading
 from replicad.streams.registry import Published
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.windows import Attached

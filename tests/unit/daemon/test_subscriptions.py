@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from replicad.errors import DatabaseError
-from replicad.postgres.horizon import Reading
+from replicad.positions.horizon import Reading
 from replicad.streams.serving.intervals import StreamIntervals
 
 from .conftest import open_streams, settle

@@ -13,8 +13,8 @@ from trio.testing import MockClock
 
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, LeaseHeld, LeaseLost, StreamRefused
+from replicad.positions.horizon import LockSource, Reading
 from replicad.postgres.bridge import Sink
-from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part

@@ -1,17 +1,164 @@
-"""Reads the last values of the sequences that are watched: together, or one by one when a sequence cannot be read."""
+"""What a poll reads: the last values of the sequences, who holds locks on tables, and which locks are in the way."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
 from replicad import errors, sqlstates
-from replicad.postgres.blockers import Blockers
-from replicad.postgres.bridge import Connection, load_sql
+from replicad.positions.watched import (
+    Holder,
+    HolderKind,
+    LockSource,
+    ReservationSource,
+    SequenceValue,
+    Source,
+    TableSource,
+    Watched,
+    holder_of,
+)
+from replicad.postgres.bridge import Backend, Connection, Row, load_sql
 from replicad.postgres.owners import as_owner
-from replicad.postgres.watched import SequenceValue, Watched
 from replicad.sqlstates import means
+
+LOCK_TIMEOUT = "15ms"  # how long one locked sequence or positions table may delay all streams
+_WAITS = 3  # such waits in one poll; the rest is read at the next one
+_SKIPS = 40  # polls in a row that failed because of locks that are not in pg_locks
+_LOOK_AGAIN = 0.25  # seconds between two looks at a locked sequence
+
+
+class Blockers:
+    """The locked sequences and tables among `sources`. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, sources: Callable[[], Iterable[Source]], now: Callable[[], float]) -> None:
+        self.holders: dict[int, Holder] = {}  # by the oid of the locked object
+        self._sources = sources
+        self._now = now
+        self._waits_left = 0
+        self._skips = 0
+        self._look_again_at = 0.0
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether this poll may wait for one more lock."""
+        return self._waits_left > 0
+
+    def begin_poll(self) -> None:
+        """From here on the waits count for the next poll."""
+        self._waits_left = _WAITS
+
+    def waited(self) -> None:
+        """Something was locked, or was dropped while it was read."""
+        self._waits_left -= 1
+
+    def none_met(self) -> None:
+        """All that is not known as locked could be read."""
+        self._skips = 0
+
+    def forget(self) -> None:
+        """A new connection: nothing is known of locks."""
+        self.holders = {}
+
+    async def look_again(self, connection: Connection) -> None:
+        """See whether the locks are still held, if it is time."""
+        if self.holders and self._now() >= self._look_again_at:
+            await self._look(connection)
+
+    async def may_try_again(self, connection: Connection, error: errors.DatabaseError) -> bool:
+        """After a wait for a lock: note the holders of locks on all that is watched. False after enough waits.
+
+        Raises `error` if this happens at many polls in a row and pg_locks lists no holder.
+        """
+        known = len(self.holders)
+        await self._look(connection)
+        self.waited()
+        if self.may_wait:
+            return True
+        self._skips = 0 if len(self.holders) > known else self._skips + 1
+        if self._skips > _SKIPS:
+            raise error
+        return False
+
+    async def _look(self, connection: Connection) -> None:
+        """It reads the list of locks, so it does not wait for them."""
+        sources = list(self._sources())
+        sequences = {source.sequence for source in sources if not isinstance(source, TableSource)}
+        tables = {source.table for source in sources if isinstance(source, TableSource)}
+        rows = await connection.fetch(load_sql("horizon_blockers"), list(sequences), list(tables))
+        kinds = dict.fromkeys(tables, HolderKind.TABLE_LOCK)
+        self.holders = {
+            row["relation"]: holder_of(row, kinds.get(row["relation"], HolderKind.SEQUENCE_LOCK)) for row in rows
+        }
+        self._look_again_at = self._now() + _LOOK_AGAIN
+
+
+_MOVED = "$9::oid[], $10::text[], $11::text[], $12::oid[], $13::bigint[]"
+_UNKNOWN = "NULL::bytea"  # the secret, if it cannot be read
+
+
+async def fetch_holders(
+    connection: Connection,
+    sources: Sequence[Source],
+    sequences: list[int],
+    own: Collection[Backend],
+    feeds: Mapping[int, int],
+) -> list[Row]:
+    """The rows of the query horizon_holders. `own`: sessions that only delete from tables with `own_deletes`. `feeds`:
+    by sequence, `Watched.feeds`.
+    """
+    tables = [source for source in sources if isinstance(source, LockSource)]
+    keys = {source.proof_key for source in sources if isinstance(source, ReservationSource)}
+    args = (
+        [source.table for source in tables],
+        sequences,
+        [source.table for source in tables if source.own_deletes],
+        [backend.pid for backend in own],
+        [backend.started for backend in own],
+    )
+    alone = [source for source in tables if source.has_sequence]
+    taken = [source.sequence for source in alone], [source.table for source in alone]
+    known = [source.identity for source in sources if source.identity is not None]
+    names = [name for identity in known for name in identity.names]
+    after: tuple[list[object], ...] = ()
+    if known:
+        columns = zip(*names, strict=True) if names else ((), (), ())
+        after = (*map(list, columns), list(feeds), list(feeds.values()))
+    moved = f"{known[0].home}.stream_moved({_MOVED})" if known else "'{}'::oid[]"
+    sql = load_sql("horizon_holders").replace("{moved}", moved)
+    key = keys.pop() if len(keys) == 1 else None
+    if key is not None:
+        try:
+            return await connection.fetch(
+                sql.replace("{key}", f"(SELECT s.key FROM {key} AS s)"), *args, True, *taken, *after
+            )
+        except errors.DatabaseUnavailable:
+            raise
+        except errors.DatabaseError as error:
+            # The right was revoked, or the table was dropped. The registry notices it within a second.
+            if not means(error.sqlstate, (*sqlstates.NO_RIGHT, *sqlstates.MISSING)):
+                raise
+    return await connection.fetch(sql.replace("{key}", _UNKNOWN), *args, False, *taken, *after)
+
+
+def holders_key(source: Source) -> tuple[str, int]:
+    """Under which key `by_source` has the holders of this source."""
+    if isinstance(source, ReservationSource):
+        return ("number", source.number)
+    return ("watched", source.table)
+
+
+def by_source(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
+    """Holders by table or by the number of the stream. The row for 'no holder' is left out."""
+    found: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["watched"] is not None:
+            found["watched", row["watched"]].append(row)
+        elif row["number"] is not None:
+            found["number", row["number"]].append(row)
+    return found
+
 
 REREAD: Final = 16  # unused sequences; so many are read again after each check, by two statements each
 

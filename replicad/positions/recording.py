@@ -25,7 +25,7 @@ from typing import IO, Any, Self
 
 from replicad.errors import UsageError
 from replicad.eventlog import get_logger
-from replicad.postgres.lockwatch import Hold
+from replicad.positions.lockwatch import Hold
 
 MAX_BYTES = 1 << 30  # of a recording; then it ends, and the daemon goes on
 ALL = -1  # the WAL was flushed beyond all that was read

@@ -20,14 +20,10 @@ from typing import Self
 import trio
 
 from replicad import errors, sqlstates
-from replicad.postgres.blockers import LOCK_TIMEOUT, Blockers
-from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql, quote_ident, quote_literal
-from replicad.postgres.holders import by_source, fetch_holders, holders_key
-from replicad.postgres.last_values import LastValues
-from replicad.postgres.lockwatch import LockWatch
-from replicad.postgres.owners import as_owner
-from replicad.postgres.recording import ALL, Recorder
-from replicad.postgres.watched import (
+from replicad.positions.lockwatch import LockWatch
+from replicad.positions.polled import LOCK_TIMEOUT, Blockers, LastValues, by_source, fetch_holders, holders_key
+from replicad.positions.recording import ALL, Recorder
+from replicad.positions.watched import (
     RESERVATION_BAND,
     Fork,
     Holder,
@@ -42,6 +38,8 @@ from replicad.postgres.watched import (
     Watched,
     reservation_key,
 )
+from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql, quote_ident, quote_literal
+from replicad.postgres.owners import as_owner
 from replicad.sqlstates import means
 
 __all__ = [

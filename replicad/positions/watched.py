@@ -13,8 +13,8 @@ from typing import Any
 
 from replicad import sqlstates
 from replicad.errors import DatabaseError, StreamRefused
-from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
-from replicad.postgres.recording import PollRecord
+from replicad.positions.lockwatch import Hold, LockWatch, TableWatch
+from replicad.positions.recording import PollRecord
 
 NO_ID = -(1 << 63)  # below all ids
 RESERVATION_BAND = 0x5200  # advisory locks whose top 16 bits lie in 0x5201..0x71FF are reservations

@@ -47,7 +47,7 @@ from replicad.postgres.notices import Notices
 from replicad.presence.repository import PresenceRepository
 from replicad.presence.service import PresenceIntervals
 from replicad.retry import Backoff
-from replicad.streams import acks, daemons, registry, registry_view, troubles
+from replicad.streams import acks, daemons, registry, store, troubles
 from replicad.streams.rows import RowSource
 from replicad.streams.serving import audit, catchups
 from replicad.streams.serving.audit import Audit
@@ -332,7 +332,7 @@ class Fault:
 FAULTS = (
     Fault("poller", "poller", Horizon, "poll"),
     Fault("bell", "bell", Connection, "fetch_value", nothing, rings),
-    Fault("publisher's loop", "publisher", registry_view, "load_streams"),
+    Fault("publisher's loop", "publisher", store, "load_streams"),
     Fault("publisher's notes", "publisher", registry, "publish", write_to_victim),
     Fault("feed", "victim", RowSource, "last_tokens", write_to_victim, of_victim),
     Fault("lane", "victim", RowSource, "copy_vector", write_to_victim, of_victim),

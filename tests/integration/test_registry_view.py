@@ -6,9 +6,9 @@ import pytest
 
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.streams import registry, registry_view
+from replicad.streams import registry, store
 from replicad.streams.registry import Stream
-from replicad.streams.registry_view import RegistryView
+from replicad.streams.store import RegistryView
 
 STREAMS = 12
 
@@ -25,7 +25,7 @@ async def db(database: Database) -> Database:
 @pytest.fixture
 def marks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look loads only the streams of which a mark has changed."""
-    monkeypatch.setattr(registry_view, "IN_TURN", 0)
+    monkeypatch.setattr(store, "IN_TURN", 0)
 
 
 CHANGES = (
@@ -74,14 +74,14 @@ async def settled(view: RegistryView, db: Database) -> dict[str, Stream]:
 async def test_a_change_without_a_mark_is_found_where_the_stream_is_suspected_or_in_turn(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry_view, "IN_TURN", 0)
+    monkeypatch.setattr(store, "IN_TURN", 0)
     view = RegistryView()
     await settled(view, db)
     stale = view._streams["s03"] = view._streams["s04"]
     assert (await view.look(db))["s03"] is stale
     assert (await view.look(db, {"s03"}))["s03"] == await registry.load_stream(db, "s03")
     stale = view._streams["s03"] = view._streams["s04"]
-    monkeypatch.setattr(registry_view, "IN_TURN", 1)
+    monkeypatch.setattr(store, "IN_TURN", 1)
     for _ in range(STREAMS):
         found = await view.look(db)
     assert found["s03"] == await registry.load_stream(db, "s03")
@@ -98,7 +98,7 @@ async def test_a_failed_look_hides_no_change_from_the_next_one(
         raise RuntimeError("the connection was lost between the two statements")
 
     with monkeypatch.context() as broken:
-        broken.setattr(registry_view, "load_streams", fail)
+        broken.setattr(store, "load_streams", fail)
         with pytest.raises(RuntimeError):
             await view.look(db)
     assert (await view.look(db))["s03"].table == "public.other"

@@ -6,6 +6,7 @@ the reason, the trouble is reported, and after a growing pause the stream is wat
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from operator import is_
@@ -18,16 +19,93 @@ from replicad.daemon.service import PositionWatch
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
+from replicad.groups import sole_leaf
 from replicad.positions.horizon import Fork, Reading
+from replicad.protocol.commands import Error
 from replicad.protocol.tokens import Vector
 from replicad.streams import registry
 from replicad.streams.lineage import SHARES_NOTHING, Lineage
 from replicad.streams.registry import Published, Stream, differences
 from replicad.streams.serving.feed import FOLLOW, Feed
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.serving.lag import Lag
-from replicad.streams.serving.reasons import end_of, waits_line, why_unknown
 from replicad.streams.store import Store
+
+MARKS = 64  # kept for each stream; when there are more, two neighbours become one
+
+
+class Lag:
+    """For how long ids of a stream have been waiting, and its position has been held back: from readings, without SQL.
+
+    It remembers when the sequence was first seen at which value.
+    """
+
+    __slots__ = ("_held", "_marks", "_moved_at", "_position")
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque()  # (when, last value), both rising
+        self._position: int | None = None
+        self._moved_at = 0.0
+        self._held = False
+
+    def observe(self, reading: Reading, now: float, published: Callable[[], int | None]) -> None:
+        """Take a reading. `published` returns up to where readers were sent all rows; it is seldom called."""
+        last, marks = reading.last_value, self._marks
+        if reading.position != self._position or not self._held:
+            self._position, self._moved_at = reading.position, now
+        self._held = reading.held_by is not None
+        if last is None or (marks and marks[-1][1] == last):
+            return
+        if marks and last < marks[-1][1]:  # the sequence was set back
+            marks.clear()
+        marks.append((now, last))
+        if len(marks) > MARKS:
+            self._drop(published())
+        if len(marks) > MARKS:
+            kept = list(marks)  # an earlier time with a later value: the lag is never shown too short
+            marks.clear()
+            marks.extend((kept[i][0], kept[min(i + 1, len(kept) - 1)][1]) for i in range(0, len(kept), 2))
+
+    def seconds(self, published: int | None, now: float) -> float:
+        """Time since the first id above `published` was seen; 0 if there is none. None: nothing is published."""
+        self._drop(published)
+        return max(0.0, now - self._marks[0][0]) if self._marks else 0.0
+
+    def held_seconds(self, now: float) -> float | None:
+        """For how long the position has not moved while it is held back; None if it is not held back."""
+        return max(0.0, now - self._moved_at) if self._held else None
+
+    def _drop(self, published: int | None) -> None:
+        while published is not None and self._marks and self._marks[0][1] <= published:
+            self._marks.popleft()
+
+
+def waits_line(name: str, obstacle: str) -> bytes:
+    """The ERROR line for readers of a stream that does not advance now."""
+    text = f"{StreamWaits.code}: stream {name} does not move: {obstacle}; the subscription stays and goes on afterwards"
+    return Error(" ".join(text.split())).render().encode() + b"\n"
+
+
+def end_of(name: str, error: BaseException) -> ReplicadError:
+    """The error for readers of a feed that ended by this exception."""
+    cause = sole_leaf(error)
+    if isinstance(cause, ReplicadError):
+        return StreamRefused(f"stream {name} is served again: {cause} Reconnect and resume from your token.")
+    return StreamRefused(f"stream {name} is served again after an internal error; reconnect and resume from your token")
+
+
+def why_unknown(reading: Reading | None) -> str:
+    """Why there is no first position."""
+    if reading is None:
+        return "it was added just now; try again"
+    holder = reading.held_by
+    if holder is None:
+        return "it has no position yet; try again"
+    who = f"prepared transaction {holder.gid!r}" if holder.gid else f"pid {holder.pid} ({holder.application_name})"
+    return (
+        f"it has no position yet: {who} began before this server did and may still write; it can be served when that "
+        "has ended"
+    )
+
 
 KIND = "stream"  # of the troubles
 ELSEWHERE = Fork("another daemon")  # it has begun a generation, as a look at the registry has shown

@@ -29,14 +29,13 @@ from replicad.errors import (
 from replicad.protocol.commands import Ping
 from replicad.protocol.states import CloseReason
 from replicad.streams.commands import Replicate, Taken
-from replicad.streams.serving.beginnings import Begin, preamble_of, take_back
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.sent_positions import position_lines, set_lines
-from replicad.streams.serving.starts import Starts
+from replicad.streams.serving.starts import Begin, Starts, preamble_of, take_back
 
 # The text of a PING: readable for people, and every client of the original protocol accepts a PING.
 NO_STREAMS = "no stream is served yet; streams that are added are sent from then on: replicad streams add"

@@ -84,7 +84,7 @@ WHERE $1::text[] IS NULL OR s.name = ANY ($1)
 ORDER BY s.name
 
 -- name: stream_marks
--- The streams whose entry in the registry may have changed since it was loaded (registry_view.py). A mark is a hash of the
+-- The streams whose entry in the registry may have changed since it was loaded (store.py). A mark is a hash of the
 -- versions (xmin, ctid) of the rows that describe a stream: another mark means that one of them was written.
 -- $1 text[]: the streams that are known. $2 bigint[]: their marks of our own tables, of the server and of the memberships of roles. $3 bigint[]: their
 -- marks of the catalogs (NULL: not known). $4 bigint[]: their noted positions. $5 text[]: those whose catalogs are looked at (NULL: all).

@@ -74,6 +74,8 @@ class ReplicadCommand(click.Command):
 
     def __init__(self, *args: Any, log_level: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Click keeps the help option of a command's first context, whatever the root of that context was.
+        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
         self.log_level = log_level
         if log_level is not None:
             for made in settings_of(LogSettings):

@@ -2,14 +2,20 @@
 
 A `Database` is a bounded pool of connections to one Postgres. A `Connection` (connection.py) is a connection of the
 pool, held for a while. Errors of the driver become replicad's own (failures.py).
+
+Private parts of the two libraries are changed in two places: `remembering` keeps the array types that asyncpg has
+looked up, and `hasten` makes the loop of trio_asyncio run callbacks in few turns of trio.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -22,12 +28,8 @@ from replicad import errors
 from replicad.eventlog import get_logger
 from replicad.fixed_settings import FIXED
 from replicad.postgres import failures
-from replicad.postgres.array_types import remembering
-from replicad.postgres.callbacks import hasten
-from replicad.postgres.connection import Backend, Connection, Counters, Settings, Sink
-from replicad.postgres.handoff import COPY_CHUNK
+from replicad.postgres.connection import COPY_CHUNK, Backend, Connection, Counters, Notices, Settings, Sink
 from replicad.postgres.literals import quote_ident, quote_literal
-from replicad.postgres.notices import Notices
 from replicad.postgres.statements import load_sql
 
 __all__ = [
@@ -49,7 +51,6 @@ __all__ = [
 log = get_logger(__name__)
 
 _CLOSE = 2.0  # seconds to close all connections in an orderly way
-_DRIVER = remembering(asyncpg.Connection)
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
 _SERVER = (  # as `stream_incarnation` names it, but for the database and the timeline, which a promotion changes
     "SELECT concat_ws('/', system_identifier, extract(epoch FROM pg_postmaster_start_time()), extract(epoch FROM "
@@ -87,6 +88,14 @@ _BY_INDEX = {
     "enable_sort": "off",
     "plan_cache_mode": "force_generic_plan",
 }
+
+FIRST_ASSIGNED = 10_000  # lower oids are written down in the sources of Postgres (its manual: "OID Assignment")
+
+_found: dict[frozenset[int], Any] = {}  # what the driver found, by the oids: no more than the driver's queries need
+_NOT_RUN = SimpleNamespace(name="known")  # instead of the lookup's own statement, of which the driver reads the name
+
+MOST_CALLBACKS = 64  # callbacks in one turn; then other tasks of trio run
+_REPLACED = ("_q_send", "_q_recv", "_main_loop_one", "_add_reader", "_check_callback", "synchronize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,3 +461,129 @@ def _log_stray_error(_loop: Any, context: dict[str, Any]) -> None:
     # Errors of the driver were raised in the task that waited; these are copies.
     tell = log.debug if isinstance(error, _DRIVER_ERRORS) else log.warning
     tell("asyncio_error", message=context.get("message"), error=repr(error))
+
+
+def remembering(driver: type[Any]) -> type[Any]:
+    """A class of connections like `driver`, asyncpg's, of which only the first one looks up the types of Postgres.
+
+    asyncpg looks up each type that it has no codec for, and it has none for most arrays: bigint[] and boolean[], say.
+    It does so on every connection, by a recursive query over the catalog that takes Postgres some 6 ms, and by two more
+    that switch JIT off and on. But the types of Postgres itself are the same on every server: below `FIRST_ASSIGNED` an
+    oid is part of the sources of Postgres. So the answer is kept for the whole process.
+
+    This class overrides a private method. A version of asyncpg that has no such method, or one with another result,
+    looks up types as ever.
+    """
+
+    class Remembering(driver):  # type: ignore[misc]
+        __slots__ = ()
+
+        async def _introspect_types(self, typeoids: Iterable[int], *rest: Any, **named: Any) -> Any:
+            oids = frozenset(typeoids)
+            if oids in _found:
+                return _found[oids], _NOT_RUN
+            result = await super()._introspect_types(oids, *rest, **named)
+            if isinstance(result, tuple) and len(result) == 2 and max(oids) < FIRST_ASSIGNED:
+                _found[oids] = result[0]
+            return result
+
+    return Remembering
+
+
+_DRIVER = remembering(asyncpg.Connection)
+
+
+def hasten(loop: Any) -> None:
+    """Let this loop, which was opened just now, run its callbacks in few turns.
+
+    trio_asyncio gives each callback of asyncio a turn of trio of its own, in which the kernel is asked for events. One
+    answer of Postgres is three to five callbacks. Here queued callbacks run one after the other, as in asyncio itself,
+    and callbacks that follow from an answer run in the task that has read it. A short statement then takes half to two
+    thirds of the processor time (measured), and the poller sends hundreds a second.
+
+    This replaces private parts of trio_asyncio's loop. A version that lacks any of these parts is left unchanged.
+    """
+    if not all(hasattr(loop, name) for name in _REPLACED):
+        return
+    loop.call_soon(_nothing)  # the main loop waits in the queue that is replaced
+    queue = _CallbackQueue()
+    loop._q_send = loop._q_recv = queue
+    loop._check_callback = _nothing  # looks for mistakes of programmers; asyncio's own loop does so in debug mode only
+    loop._main_loop_one = partial(_run_some, queue, loop._main_loop_one)
+    loop._add_reader = partial(_add_reader, queue, loop._add_reader)
+    loop.synchronize = partial(_synchronize, queue, loop.synchronize)
+
+
+class _CallbackQueue:
+    """The queue of work, both ends of it: callbacks, timers, and trio functions that are to be started."""
+
+    def __init__(self) -> None:
+        self.held = False  # a task runs the callbacks that come now itself
+        self._handles: deque[asyncio.Handle] = deque()
+        self._arrived = trio.Event()
+
+    def send_nowait(self, handle: asyncio.Handle) -> None:
+        self._handles.append(handle)
+        if not self.held:
+            self._arrived.set()
+
+    async def receive(self) -> asyncio.Handle:
+        if self._handles:
+            await trio.lowlevel.checkpoint()  # other tasks run between two of our turns
+        while not self._handles:
+            self._arrived = trio.Event()
+            await self._arrived.wait()
+        return self._handles.popleft()
+
+    def receive_nowait(self) -> asyncio.Handle:
+        if not self._handles:
+            raise trio.WouldBlock
+        return self._handles.popleft()
+
+    def run_nowait(self) -> None:
+        """Run the callbacks that come first. The main loop is woken for the rest, which need not be callbacks."""
+        for _ in range(MOST_CALLBACKS):
+            if not self._handles or type(self._handles[0]) is not asyncio.Handle:
+                break
+            handle = self._handles.popleft()
+            if not handle.cancelled():
+                handle._run()
+        if self._handles:
+            self._arrived.set()
+
+    @property
+    def empty(self) -> bool:
+        return not self._handles
+
+
+async def _run_some(queue: _CallbackQueue, run_one: Callable[[bool], Any], no_wait: bool = False) -> None:
+    """In place of the method that waits for one callback and runs it: run those, too, that are queued then."""
+    await run_one(no_wait)
+    if not no_wait:
+        queue.run_nowait()
+
+
+def _add_reader(
+    queue: _CallbackQueue, add: Callable[..., Any], fd: int, callback: Callable[..., None], *args: object
+) -> Any:
+    """In place of the method that calls `callback` when there is something to read. `synchronize` is called next."""
+
+    def read() -> None:
+        queue.held = True
+        try:
+            callback(*args)
+        finally:
+            queue.held = False
+
+    return add(fd, read)
+
+
+async def _synchronize(queue: _CallbackQueue, synchronize: Callable[[], Any]) -> None:
+    """In place of the method that waits until all that is queued by now was run."""
+    queue.run_nowait()
+    if not queue.empty:
+        await synchronize()
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -6,25 +6,28 @@ connections.
 Cancellation: when a trio scope is cancelled while a statement runs, the driver sends Postgres a cancel request. The
 connection then has a short, shielded time to become usable again; otherwise it is closed. So no cancelled statement
 keeps running.
+
+`Handoff` passes the chunks of a COPY, and `Notices` the payloads of NOTIFY, from the driver's asyncio tasks to the trio
+tasks that take them. `Values` cuts a binary COPY into its values and does no I/O.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import trio
 
 from replicad import errors
+from replicad.errors import DatabaseError
 from replicad.postgres import failures
-from replicad.postgres.handoff import Handoff
 from replicad.postgres.literals import fill
-from replicad.postgres.notices import Notices
-from replicad.postgres.values import Values
 
 T = TypeVar("T")
 Isolation = Literal["read_committed", "repeatable_read", "serializable"]
@@ -50,6 +53,17 @@ _QUIETLY = "SET LOCAL client_min_messages = error"
 
 # Planning a query locks all tables that it reads, until the transaction ends: the message of several statements is one.
 _LOCKING = "DECLARE replicad_copy NO SCROLL CURSOR FOR {query}\n; CLOSE replicad_copy"
+
+COPY_CHUNK = 128 * 1024  # bytes per call of a sink; with smaller chunks the hand-over costs most (measured)
+_COPY_AHEAD = 2  # chunks that may wait for a slow sink; beyond it Postgres waits
+
+# The format is in the manual of Postgres: COPY, Binary Format. All numbers are signed and big-endian.
+_SIGNATURE: Final = b"PGCOPY\n\xff\r\n\0"
+_HEADER: Final = struct.Struct("!11sii")  # the signature, flags, and how many bytes of extensions follow
+_FIELD: Final = struct.Struct("!hi")  # the number of columns, and the length of the value
+_END: Final = b"\xff\xff"
+
+_NOTICES_AHEAD = 1000  # payloads that may wait; further ones are lost, and users of NOTIFY must expect that
 
 
 @dataclass(slots=True)
@@ -445,3 +459,124 @@ async def _result(task: Any) -> Any:
 async def _chunks(source: Iterable[bytes]) -> AsyncIterator[bytes]:
     for chunk in source:
         yield chunk
+
+
+class Handoff:
+    """Between one COPY and its sink; a bounded number of chunks may wait."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self._chunks: deque[bytes] = deque()
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._arrived = trio.Event()
+        self._room: asyncio.Future[None] | None = None
+        self._closed = False
+
+    async def put(self, data: bytes) -> None:
+        """The driver's side: collect COPY_CHUNK bytes, then wait until the sink has taken them."""
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size >= COPY_CHUNK:
+            self._flush()
+            if len(self._chunks) >= _COPY_AHEAD:
+                self._room = self._loop.create_future()
+                await self._room
+
+    def close(self, _task: object = None) -> None:
+        """No more data: the rest is delivered, then take() returns None."""
+        if self._parts:
+            self._flush()
+        self._closed = True
+        self._arrived.set()
+
+    async def take(self) -> bytes | None:
+        """The trio side: the next chunk, or None at the end."""
+        while not self._chunks:
+            if self._closed:
+                return None
+            self._arrived = trio.Event()
+            await self._arrived.wait()
+        chunk = self._chunks.popleft()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+        return chunk
+
+    def _flush(self) -> None:
+        self._chunks.append(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))
+        self._parts.clear()
+        self._size = 0
+        self._arrived.set()
+
+
+class Values:
+    """Cuts bytes into values in linear time. Holds at most one incomplete value and one piece of data."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0  # of all parts
+        self._wanted = _HEADER.size  # bytes with which something can be done
+        self._begun = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The values that these bytes complete. Raises DatabaseError if they are not of one column, or NULL."""
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size < self._wanted:
+            return []
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        at = 0
+        if not self._begun:
+            signature, _, extension = _HEADER.unpack_from(data)
+            if signature != _SIGNATURE or extension:
+                raise DatabaseError("Postgres began a binary COPY in a format that is not known.")
+            at, self._begun = _HEADER.size, True
+        found: list[bytes] = []
+        self._wanted = _FIELD.size
+        while len(data) >= at + _FIELD.size:
+            columns, size = _FIELD.unpack_from(data, at)
+            if columns != 1 or size < 0:
+                raise DatabaseError("Postgres sent other values in a COPY than were asked for.")
+            begin = at + _FIELD.size
+            if len(data) < begin + size:
+                self._wanted = _FIELD.size + size
+                break
+            found.append(bytes(data[begin : begin + size]))
+            at = begin + size
+        self._parts, self._size = [data[at:]], len(data) - at
+        return found
+
+    def finish(self) -> None:
+        """There are no more bytes. Raises DatabaseError if the last value is not complete."""
+        if not self._begun or b"".join(self._parts) != _END:
+            raise DatabaseError("Postgres ended a COPY in the middle of a value.")
+
+
+class Notices:
+    """The payloads of one channel since `Connection.listen`, in the order of the commits."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._put, self._take = trio.open_memory_channel[str](_NOTICES_AHEAD)
+
+    def hear(self, _driver: object, _pid: int, _channel: str, payload: str) -> None:
+        """The driver's side: one payload."""
+        with suppress(trio.WouldBlock, trio.ClosedResourceError):
+            self._put.send_nowait(payload)
+
+    def close(self, _driver: object = None) -> None:
+        """No more payloads will come; received payloads can still be taken."""
+        self._put.close()
+
+    async def next(self, patience: float) -> str:
+        """Wait for the next payload. After that many seconds without one, check that the server still answers.
+
+        Raises DatabaseUnavailable when the connection is lost. Later payloads do not reach this listener.
+        """
+        while True:
+            with trio.move_on_after(patience):
+                try:
+                    return await self._take.receive()
+                except trio.EndOfChannel:
+                    raise self._connection.silent() from None
+            await self._connection.fetch_value("SELECT 1")

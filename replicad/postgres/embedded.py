@@ -7,6 +7,8 @@ that anyone may connect to into /tmp if the path is long.
 
 The folder holds `data` (the cluster and its log), `lock` (held while starting and stopping), `users` (held shared by
 every process that uses the server) and `tools.log`. Locks are `flock`s: they end when the process ends, in any way.
+
+Only the daemon and `replicad demo` start a server. Other commands use one that runs already (`running_postgres`).
 """
 
 from __future__ import annotations
@@ -502,3 +504,27 @@ def _size(file: Path) -> int:
     with suppress(OSError):
         return file.stat().st_size
     return 0
+
+
+@contextmanager
+def running_postgres(folder: Path) -> Iterator[str]:
+    """The URL of the embedded server below this folder. It is not stopped before the end of the block.
+
+    Raises:
+        EnvironmentRefused: none runs there; the message says how to name a database.
+    """
+    server = EmbeddedPostgres(folder)
+    try:
+        runs = (server.data / "PG_VERSION").exists() and server.pid() is not None
+    except (OSError, ImportError):  # of another account; or without the package that starts it
+        runs = False
+    if not runs:
+        raise EnvironmentRefused(
+            f"no database is named, and no `replicad serve` runs one in {server.folder}: give --database URL (or "
+            "REPLICAD_DATABASE), start `replicad serve`, or name the folder of the one that runs with --data-folder"
+        )
+    with ExitStack() as stack:
+        with suppress(OSError):  # the folder may be of another account
+            users = stack.enter_context((server.folder / "users").open("rb"))
+            fcntl.flock(users, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the last of its users stops it
+        yield server.url

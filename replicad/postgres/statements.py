@@ -7,6 +7,8 @@ Postgres takes their types from the function's signature. A call must therefore 
 is an expression, or where a cast does something (cut a long name, say).
 
 All texts are kept, so that a repeated call has the same text and the driver finds its prepared statement.
+
+`find_relation` finds a table or sequence by the name that a person gives, as SQL would.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from replicad.errors import DatabaseError
 from replicad.postgres.literals import quote_ident
+from replicad.sqlstates import NOT_A_NAME, means
 
 MOST_BYTES = 256 * 1024
 """A larger file of queries is refused: it is another file by mistake. All queries together have 40 KiB."""
@@ -25,6 +29,8 @@ MOST_BYTES = 256 * 1024
 _NAMING = re.compile(r"^-- name:(.*)\n?", re.MULTILINE)
 _NAME = re.compile(r" ([a-z][a-z0-9_]{0,62})")
 _NOTE = re.compile(r"\s*(--.*)?")
+
+HOW = 'name it with its schema, as in public.events; capitals and blanks need double quotes, as in public."My Events"'
 
 
 class Queries(Protocol):
@@ -123,3 +129,14 @@ async def call_value(db: Queries, schema: str, function: str, *args: object, res
 def _call(schema: str, function: str, count: int) -> str:
     arguments = ", ".join(f"${number}" for number in range(1, count + 1))
     return f"{quote_ident(schema)}.{quote_ident(function)}({arguments})"
+
+
+async def find_relation(db: Queries, name: str) -> int | None:
+    """The oid of the relation; None if there is none, or the text is no name."""
+    try:
+        oid: int | None = await call_value(db, "pg_catalog", "to_regclass", name, result="oid::bigint")
+    except DatabaseError as error:
+        if not means(error.sqlstate, NOT_A_NAME):
+            raise
+        return None
+    return oid

@@ -15,8 +15,7 @@ from typing import Any
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
 from replicad.positions.horizon import Identity, LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.bridge import Database
-from replicad.postgres.relations import HOW, find_relation
-from replicad.postgres.statements import Queries, call_row, call_rows, call_value, statement
+from replicad.postgres.statements import HOW, Queries, call_row, call_rows, call_value, find_relation, statement
 from replicad.protocol.tokens import Vector
 from replicad.streams.chunks import MAX_ROW
 from replicad.streams.lineage import Generation, Lineage, lineage_of

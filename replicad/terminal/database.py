@@ -84,7 +84,7 @@ def database_url(settings: DatabaseSettings) -> Iterator[str]:
     if settings.database is not None:
         yield settings.database
         return
-    from replicad.postgres.running import running_postgres
+    from replicad.postgres.embedded import running_postgres
 
     with running_postgres(settings.data_folder) as url:
         say(f"replicad: working on the {settings.shown}")

@@ -42,8 +42,7 @@ from replicad.operations import beats
 from replicad.operations.http.looks import Looks
 from replicad.positions.horizon import Horizon
 from replicad.postgres.bridge import Database, load_sql
-from replicad.postgres.connection import Connection
-from replicad.postgres.notices import Notices
+from replicad.postgres.connection import Connection, Notices
 from replicad.presence.repository import PresenceRepository
 from replicad.presence.service import PresenceIntervals
 from replicad.retry import Backoff

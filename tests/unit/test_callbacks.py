@@ -14,7 +14,7 @@ import trio
 import trio.testing
 import trio_asyncio
 
-from replicad.postgres.callbacks import MOST, hasten
+from replicad.postgres.bridge import MOST_CALLBACKS, hasten
 from tests.conftest import PATIENCE
 
 
@@ -65,13 +65,13 @@ async def test_callbacks_without_end_do_not_keep_other_tasks_from_running() -> N
         def again() -> None:
             nonlocal ran
             ran += 1
-            if not over and ran < 100 * MOST:
+            if not over and ran < 100 * MOST_CALLBACKS:
                 loop.call_soon(again)
 
         over = False
         again()
         turns = 0
-        while ran < 20 * MOST:
+        while ran < 20 * MOST_CALLBACKS:
             await trio.lowlevel.checkpoint()
             turns += 1
         over = True

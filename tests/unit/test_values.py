@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.errors import DatabaseError
-from replicad.postgres.values import Values
+from replicad.postgres.connection import Values
 
 HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 END = b"\xff\xff"

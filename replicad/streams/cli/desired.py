@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from replicad.config.declaring import BYTES, TEXT, one_of
 from replicad.errors import StreamRefused
-from replicad.postgres.relations import HOW, find_relation
-from replicad.postgres.statements import statement
+from replicad.postgres.statements import HOW, find_relation, statement
 from replicad.streams import registry
 from replicad.streams.chunks import MAX_ROW
 from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values

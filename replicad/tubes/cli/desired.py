@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicad.config.declaring import TABLES, TEXT, WHOLE, parsed
 from replicad.errors import TubeRefused
-from replicad.postgres.relations import HOW, find_relation
-from replicad.postgres.statements import call_value, load_sql, statement
+from replicad.postgres.statements import HOW, call_value, find_relation, load_sql, statement
 from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
 from replicad.tubes.cli.changing import change_with_locks
 from replicad.tubes.cli.islands import Tubes, parse_shards

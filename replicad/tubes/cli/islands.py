@@ -110,7 +110,7 @@ class Tubes:
             TubeRefused: there is no such table, or none of the shards has it.
         """
         from replicad.postgres.bridge import load_sql
-        from replicad.postgres.relations import HOW, find_relation
+        from replicad.postgres.statements import HOW, find_relation
 
         if shards is None:
             for name in names:

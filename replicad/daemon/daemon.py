@@ -20,31 +20,34 @@ from replicad.config.access import AccessFile
 from replicad.config.browser_tokens import BrowserKeys
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import cuts
-from replicad.daemon.accept_queues import AcceptQueues, files_of, listen
 from replicad.daemon.access import OPEN, AccessControl, ClientAccess, names_of, verbs_of
-from replicad.daemon.cycles import CycleCollector
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.figures import Figures
 from replicad.daemon.files import EXTRA_CLIENTS, guest_files
 from replicad.daemon.handshakes import Handshakes
-from replicad.daemon.heap import allocator_of_this_process, give_back_forever
 from replicad.daemon.hub import Hub
 from replicad.daemon.inside import Inside
-from replicad.daemon.installing import install_all
-from replicad.daemon.listener import Acceptor, Pauses
+from replicad.daemon.listener import Acceptor, AcceptQueues, Pauses, files_of, listen
 from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import Pools, open_pools, plan_connections
+from replicad.daemon.preparing import Patience, install_all, refuse_superuser
+from replicad.daemon.process import (
+    CycleCollector,
+    Supervisor,
+    allocator_of_this_process,
+    give_back_forever,
+    interruptible,
+    stop_on_signal,
+    take_supervisor,
+    uninterruptible,
+)
 from replicad.daemon.relay import Relay, RelayIntervals, RelayKey
 from replicad.daemon.service import Feature, Host, Job, Service
 from replicad.daemon.session import Session
-from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptible
-from replicad.daemon.superuser import refuse_superuser
 from replicad.daemon.supervision import Restarts, keep_running, keep_service
-from replicad.daemon.supervisor import Supervisor, take_supervisor
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
-from replicad.daemon.waiting import Patience
 from replicad.errors import DatabaseUnavailable, EnvironmentRefused, ReplicadError, UsageError
 from replicad.groups import leaves
 from replicad.positions.bell import Bell

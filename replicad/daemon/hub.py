@@ -5,27 +5,262 @@ A command for all sessions is rendered once, before any session gets it. If that
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import trio
 
 from replicad.config.limits import Limits
-from replicad.daemon.allowance import Allowance
-from replicad.daemon.announcing import RELAY_BYTES, Announcing
 from replicad.daemon.clients import CUTS_KEPT, ORDINARY, ClientView, Cut
 from replicad.daemon.deadlines import Deadlines
-from replicad.daemon.rounds import SendRounds
+from replicad.daemon.fairness import ByAddress
+from replicad.daemon.outbox import SendRounds
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import TURN_BYTES, TURN_LINES, Turns
-from replicad.daemon.underway import Stage, Underway
 from replicad.keeping import Newest
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.states import CloseReason
+
+# A bound on the memory or places held for clients; above it an old client is cut, and a new client is served.
+#
+# Refusing the newest client would let an attacker who connects first shut out all others. The oldest of the address
+# that has the most is cut, so that a crowd from one address takes no place from others.
+
+
+class Allowance:
+    """Members with weights, in the order in which they came. If the sum is above `most`, old ones are cut."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.used = 0
+        self.cut = 0  # members that were cut, since the start
+        self._members: dict[object, tuple[int, Callable[[], None]]] = {}
+        self._addresses: ByAddress[object] = ByAddress()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def hold(self, member: object, cut: Callable[[], None], weight: int = 1, address: str = "") -> None:
+        """Add a member, or change its weight (it keeps its age). `cut` must not wait; the member has left by then.
+        `address`: the client's address.
+
+        The new member may itself be cut, at once.
+        """
+        before, _ = self._members.get(member, (0, cut))
+        if member not in self._members:
+            self._addresses.add(member, address)
+        self._members[member] = (weight, cut)
+        self.used += weight - before
+        while self.used > self.most and self._members:
+            self.cut_one()
+
+    def leave(self, member: object) -> None:
+        """Remove a member; safe to repeat."""
+        if member in self._members:
+            weight, _ = self._members.pop(member)
+            self.used -= weight
+            self._addresses.remove(member)
+
+    def cut_one(self) -> bool:
+        """Cut the oldest member of the address that has the most; of all, if each has one. False if there is none."""
+        if not self._members:
+            return False
+        number, crowded = self._addresses.most()
+        member = self._addresses.oldest(crowded) if number > 1 else next(iter(self._members))
+        _, cut = self._members[member]
+        self.leave(member)
+        self.cut += 1
+        cut()
+        return True
+
+
+# Hands lines to every session but their sender, a bounded number of sessions in each turn of the event loop.
+#
+# A line is rendered once. Lines that come while others are handed out are handed out together afterwards, so that many
+# lines cost each session one send.
+
+
+RELAY_BYTES = 1 << 20  # that may wait: ten thousand lines; senders wait for room, the oldest of other daemons go
+BATCH = 64 << 10  # bytes that are handed out together
+SLICE = 25  # sessions that get them in one turn: a quarter of a millisecond
+
+
+class Listener(Protocol):
+    """Who gets the lines."""
+
+    @property
+    def hears(self) -> bool:
+        """Whether it may get them."""
+
+    def deliver(self, lines: bytes) -> None:
+        """Send whole lines now, if the socket is free, or queue them. Never raises."""
+
+
+class Announcing:
+    """The lines that wait to be handed out, in their order."""
+
+    def __init__(self, listeners: Collection[Listener], most: int, turns: Turns) -> None:
+        """`most`: the bytes that may wait; if more do, the oldest lines are dropped."""
+        self._turns = turns
+        self.announced = self.dropped = 0  # lines, since the start
+        self._listeners = listeners
+        self._most = most
+        self._waiting: deque[tuple[bytes, object | None]] = deque()
+        self._waiting_bytes = 0
+        self._has_lines = trio.Event()
+        self._room = trio.Event()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits that a sender should wait for `wait_room` before it sends more."""
+        return self._waiting_bytes >= min(BATCH, self._most)
+
+    async def wait_room(self) -> None:
+        """Wait until it is not crowded."""
+        while self.crowded:
+            self._room = trio.Event()
+            await self._room.wait()
+
+    def put(self, line: bytes, sender: object | None) -> None:
+        """Queue a rendered line with its end for all but `sender`. Never waits."""
+        self._waiting.append((line, sender))
+        self._waiting_bytes += len(line)
+        while self._waiting_bytes > self._most:
+            dropped, _ = self._waiting.popleft()
+            self._waiting_bytes -= len(dropped)
+            self.dropped += 1
+        self._has_lines.set()
+
+    async def run(self) -> None:
+        """Hand out until cancelled."""
+        while True:
+            while not self._waiting:
+                self._has_lines = trio.Event()
+                await self._has_lines.wait()
+            await self._hand_out(self._take())
+
+    def _take(self) -> list[tuple[bytes, object | None]]:
+        batch: list[tuple[bytes, object | None]] = []
+        size = 0
+        while self._waiting and (not batch or size + len(self._waiting[0][0]) <= BATCH):
+            batch.append(self._waiting.popleft())
+            size += len(batch[-1][0])
+        self._waiting_bytes -= size
+        self._room.set()
+        return batch
+
+    async def _hand_out(self, batch: list[tuple[bytes, object | None]]) -> None:
+        whole = b"".join(line for line, _ in batch)
+        senders = {sender for _, sender in batch if sender is not None}
+        self.announced += len(batch)
+        for number, listener in enumerate(list(self._listeners), 1):
+            if not listener.hears:
+                pass
+            elif listener not in senders:
+                listener.deliver(whole)
+            elif lines := b"".join(line for line, sender in batch if sender is not listener):
+                listener.deliver(lines)
+            if number % SLICE == 0:
+                await self._turns.next()
+
+
+# The TLS handshakes under way, in the order in which they are closed when there are too many.
+#
+# First the handshakes of the address with the most. Of these, first the handshakes without a whole ClientHello: an
+# attacker can begin many of them at no cost. Then the handshakes that the server has answered: a client continues
+# within one round trip. Handshakes that wait for the server come last. `ready` bounds their number, so each of them
+# is answered within milliseconds. Of several, the handshake that has waited for the longest time. If each comes from
+# another address, that order is the same.
+
+
+WORKED_ON = 1  # handshakes that wait for the server; the next is begun when this handshake is answered
+ALONE = 3  # as many beside it, each alone from its address: they need not wait behind a crowd
+
+
+class Stage(enum.Enum):
+    """What a handshake waits for."""
+
+    HELLO = 0  # the client's first message
+    SERVER = 1  # the answer: its turn, and the processor
+    CLIENT = 2  # the client's last message
+
+
+GIVES_WAY = (Stage.HELLO, Stage.CLIENT, Stage.SERVER)
+
+
+class Underway:
+    """Handshakes by stage, at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.cut = 0  # handshakes that were cut, since the start
+        self._stages: dict[Stage, ByAddress[object]] = {stage: ByAddress() for stage in Stage}
+        self._all: ByAddress[object] = ByAddress()
+        self._members: dict[object, _Member] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def ready(self, address: str) -> bool:
+        """Whether another one from this address, whose ClientHello has come, would soon be answered."""
+        return len(self._stages[Stage.SERVER]) < WORKED_ON or self.may_jump(address)
+
+    def may_jump(self, address: str) -> bool:
+        """Whether another handshake need not wait behind others: no other handshake of its address is under way."""
+        return not self._all.count(address) and len(self._stages[Stage.SERVER]) < WORKED_ON + ALONE
+
+    def hold(self, member: object, cut: Callable[[], None], address: str = "", stage: Stage = Stage.HELLO) -> None:
+        """Add a handshake with a client, for which another one gives way if there are too many.
+
+        `cut` ends it and must not wait; the member has left by then.
+        """
+        while len(self) >= self.most:
+            self.cut_one()
+        self._members[member] = _Member(cut, address, stage)
+        self._all.add(member, address)
+        self._stages[stage].add(member, address)
+
+    def move(self, member: object, stage: Stage) -> None:
+        """It waits for something else from now on. No effect if it has left."""
+        found = self._members.get(member)
+        if found is not None:
+            self._stages[found.stage].remove(member)
+            self._stages[stage].add(member, found.address)
+            found.stage = stage
+
+    def leave(self, member: object) -> None:
+        """Remove a member; safe to repeat."""
+        found = self._members.pop(member, None)
+        if found is not None:
+            self._all.remove(member)
+            self._stages[found.stage].remove(member)
+
+    def cut_one(self) -> bool:
+        """Cut the first in the order of this file's head. False if there is none."""
+        number, crowded = self._all.most()
+        for stage in GIVES_WAY:
+            members = self._stages[stage]
+            member = members.oldest(crowded if number > 1 else members.most()[1])
+            if member is not None:
+                cut = self._members[member].cut
+                self.leave(member)
+                self.cut += 1
+                cut()
+                return True
+        return False
+
+
+@dataclass(slots=True)
+class _Member:
+    cut: Callable[[], None]
+    address: str
+    stage: Stage
+
 
 GUESTS = 32  # connections of HTTP beyond the limit: health checks are answered while clients have all connections
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from replicad.daemon.places import Asker
+from replicad.daemon.fairness import Asker
 from replicad.errors import ConnectionLost
 
 if TYPE_CHECKING:

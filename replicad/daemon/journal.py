@@ -8,7 +8,7 @@ woken: that costs more than the send. The bounds:
 - The window holds at most `max_bytes` and `max_chunks`. When room is needed, the oldest chunk is removed.
 - Before that, the writer waits for the readers of the oldest chunk, so that a burst that Postgres writes faster than
   sockets send does not disconnect its readers. If another reader has nothing left to take, it is being delayed. Then a
-  reader is dropped that has taken nothing for `patience` seconds, or less than `pace` bytes per second (laggards.py).
+  reader is dropped that has taken nothing for `patience` seconds, or less than `pace` bytes per second.
 - A reader whose next chunk is older than `max_age` when room is needed is dropped in any case.
 """
 
@@ -16,11 +16,67 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import trio
 
-from replicad.daemon.laggards import LOOKS, Progress, ReaderLag
 from replicad.errors import ReplicadError, RowUnreadable, SlowReader
+
+# How well one reader of a full journal keeps up. Each reader is judged by itself, by what its peer takes.
+#
+# The writer waits when the journal is full and a reader still needs the oldest chunk. A reader is *dispensable*, and
+# may be dropped, in two cases:
+#
+# - Its peer has taken nothing for `patience` seconds, though the socket had something for it.
+# - It owes `patience` seconds: each second in which the writer waits is a second owed, and each `pace` bytes that the
+#   peer takes pay for a second. A reader that reaches the head owes nothing.
+#
+# Only what the peer takes counts. A reader whose session did not get its turn yet, because this machine is slow, is
+# not blocked by its socket. This time does not count. All readers that lag are examined, and not only the readers
+# that the writer waits for. So readers that stop together are dispensable together.
+
+
+LOOKS: Final = 20  # in the time of `patience`: more cost time, fewer find out late
+
+Progress = Callable[[], int | None]  # bytes that the peer has taken so far; None: no send is blocked by the socket
+
+
+class ReaderLag:
+    """The progress of one reader."""
+
+    __slots__ = ("_owed", "_progress", "_seen", "_stirred_at")
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._seen: int | None = None  # the progress at the last look
+        self._stirred_at = float("inf")  # when something was last seen to be taken; inf: not looked at since the head
+        self._owed = 0.0
+
+    def reach_head(self) -> None:
+        """It has nothing left to take."""
+        self._seen = None
+        self._stirred_at = float("inf")
+        self._owed = 0.0
+
+    def look(self, now: float, waited: float, pace: float) -> None:
+        """It lags. `waited`: how long the writer has waited, for whomever, since the last look."""
+        at = self._progress()
+        if at is None or self._seen is None:
+            self._stirred_at = now
+        else:
+            if at != self._seen:
+                self._stirred_at = now
+            self._owed = max(0.0, self._owed + waited - max(0, at - self._seen) / pace)
+        self._seen = at
+
+    def idle(self, now: float, patience: float) -> bool:
+        """Whether its peer has taken nothing for `patience` seconds."""
+        return now - self._stirred_at >= patience
+
+    def owes(self, patience: float) -> bool:
+        """Whether it takes too little: it owes `patience` seconds."""
+        return self._owed >= patience
+
 
 TAKE_BYTES = 256 * 1024  # of chunks taken together: half the work of one at a time; more gains little
 TAKE_CHUNKS = 256  # taken together: fits into one system call, and bounds the memory that a stuck reader holds
@@ -225,7 +281,7 @@ class Channel:
     ) -> Reader:
         """A reader that begins at chunk number `cursor`, which must still be held or be the head.
 
-        `progress`: how much the peer has taken so far, as of laggards.py; without it, what the reader has taken.
+        `progress`: how much the peer has taken so far, as of `ReaderLag`; without it, what the reader has taken.
 
         Raises:
             SlowReader: the chunk is no longer held.

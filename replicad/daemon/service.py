@@ -11,9 +11,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from replicad.daemon.fairness import Asker
 from replicad.daemon.journal import Channel, Reader
-from replicad.daemon.outlet import Piece
-from replicad.daemon.places import Asker
+from replicad.daemon.outbox import Piece
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.states import CloseReason

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 
 import trio
 
-from replicad.daemon.places import Asker, Places
+from replicad.daemon.fairness import Asker, Places
 
 try:  # what `trio.testing` exports; importing that one imports pytest too, where it is installed
     from trio._core import wait_all_tasks_blocked  # type: ignore[attr-defined]

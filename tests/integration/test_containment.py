@@ -20,14 +20,13 @@ from structlog.testing import capture_logs
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import poller, supervision
-from replicad.daemon.announcing import Announcing
 from replicad.daemon.daemon import DaemonIntervals
 from replicad.daemon.deadlines import Deadlines
+from replicad.daemon.hub import Announcing
 from replicad.daemon.listener import Acceptor, Pauses
-from replicad.daemon.outbox import Outbox
+from replicad.daemon.outbox import Outbox, Rounds
 from replicad.daemon.poller import Outages
 from replicad.daemon.relay import RelayIntervals
-from replicad.daemon.rounds import Rounds
 from replicad.daemon.session import Session
 from replicad.daemon.supervision import Restarts
 from replicad.errors import (

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import trio
 
-from replicad.daemon.heap import allocator_of_this_process
+from replicad.daemon.process import allocator_of_this_process
 from replicad.postgres.bridge import open_database
 
 from .test_process_bounds import HANG, Served, add_things, serving

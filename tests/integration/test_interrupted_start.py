@@ -14,7 +14,7 @@ import trio
 from replicad import features
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import daemon
-from replicad.daemon.supervisor import take_supervisor
+from replicad.daemon.process import take_supervisor
 from replicad.errors import DatabaseUnavailable
 from tests.conftest import PATIENCE, psql
 from tests.redis_servers import free_port

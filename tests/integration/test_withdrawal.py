@@ -20,7 +20,7 @@ import trio.testing
 
 from replicad.config.browser_tokens import Claims, sign
 from replicad.config.settings import ServerSettings
-from replicad.daemon.guesses import Guesses
+from replicad.daemon.access import Guesses
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon

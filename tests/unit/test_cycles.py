@@ -8,7 +8,7 @@ import weakref
 import pytest
 import trio
 
-from replicad.daemon.cycles import ALL, SHARE, YOUNG, CycleCollector
+from replicad.daemon.process import ALL, SHARE, YOUNG, CycleCollector
 
 
 class _Node:

@@ -11,8 +11,7 @@ import trio
 import trio.testing
 
 from replicad.config.settings import ServerSettings
-from replicad.daemon.allowance import Allowance
-from replicad.daemon.hub import Hub
+from replicad.daemon.hub import Allowance, Hub
 from replicad.daemon.session import Session
 from replicad.protocol.command import Command
 from replicad.protocol.states import CloseReason

@@ -12,8 +12,7 @@ import trio.lowlevel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicad.daemon.outlet import MAX_PIECES, SLICE, Outlet
-from replicad.daemon.rounds import Rounds
+from replicad.daemon.outbox import MAX_PIECES, SLICE, Outlet, Rounds
 
 PIECES = [bytes([n % 251]) * (n * 37 % 3000 + 1) for n in range(3 * MAX_PIECES)]
 

@@ -9,8 +9,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.daemon.outlet import Outlet
-from replicad.daemon.rounds import IN_ORDER, MUCH, Rounds
+from replicad.daemon.outbox import IN_ORDER, MUCH, Outlet, Rounds
 
 
 class Turn(trio.abc.Instrument):

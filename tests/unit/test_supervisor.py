@@ -11,7 +11,7 @@ import structlog
 import trio
 from trio.testing import MockClock
 
-from replicad.daemon.supervisor import Supervisor
+from replicad.daemon.process import Supervisor
 
 
 @pytest.mark.parametrize(

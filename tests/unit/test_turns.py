@@ -6,7 +6,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from replicad.daemon.announcing import BATCH, SLICE, Announcing
+from replicad.daemon.hub import BATCH, SLICE, Announcing
 from replicad.daemon.turns import PATIENCE, TURN_LINES, Turns
 from replicad.protocol.states import CloseReason
 

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import trio
 
 from replicad.daemon.access import names_of
-from replicad.daemon.by_address import ByAddress, network_of
+from replicad.daemon.fairness import Asker, ByAddress, Places, network_of
 from replicad.daemon.hub import Hub
-from replicad.daemon.places import Asker, Places
 
 SHARE = 0.75  # of the places: so many may be held for one address
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import trio
 
-from replicad.daemon.outlet import sliced
+from replicad.daemon.outbox import sliced
 from replicad.daemon.service import Host
 from replicad.errors import LocalProtocolError, UnknownStream
 from replicad.nurseries import open_plain_nursery

@@ -15,9 +15,8 @@ from contextlib import closing, suppress
 import trio
 
 from replicad.config.settings import Address
-from replicad.daemon.accept_queues import listen
 from replicad.daemon.files import guest_files
-from replicad.daemon.listener import Acceptor
+from replicad.daemon.listener import Acceptor, listen
 from replicad.daemon.service import Host
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.turns import Turns

@@ -12,8 +12,8 @@ from hashlib import blake2b
 import structlog
 import trio
 
+from replicad.daemon.fairness import Asker
 from replicad.daemon.inside import PageRequest, RowPage
-from replicad.daemon.places import Asker
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError
 from replicad.operations.http.browsers import KEPT

@@ -1,7 +1,7 @@
 """Reads pieces for all clients that catch up, on a bounded number of connections.
 
 Clients that need the same rows wait for one read. Who waits for a connection waits in turn by crowd and client
-(`places`). No connection is held while a socket is full.
+(`daemon.fairness`). No connection is held while a socket is full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import trio
 
 from replicad.config.limits import Limits
 from replicad.daemon.clients import Following
-from replicad.daemon.places import Asker, Places
+from replicad.daemon.fairness import Asker, Places
 from replicad.errors import DatabaseError
 from replicad.streams.registry import Stream
 from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, read_piece

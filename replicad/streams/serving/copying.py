@@ -7,7 +7,7 @@ from typing import Protocol
 
 import trio
 
-from replicad.daemon.places import Asker
+from replicad.daemon.fairness import Asker
 from replicad.daemon.service import HangUp, Peer
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TableReplaced
 from replicad.protocol.states import CloseReason

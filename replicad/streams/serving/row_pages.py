@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import trio
 
+from replicad.daemon.fairness import Asker
 from replicad.daemon.inside import PageRequest, RowPage
 from replicad.daemon.joined import Joined
-from replicad.daemon.places import Asker
 from replicad.errors import RowUnreadable, StreamRefused, TableReplaced
 from replicad.protocol.tokens import Vector
 from replicad.streams.chunks import HEAD, line_token

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import trio
 
+from replicad.daemon.fairness import Asker
 from replicad.daemon.journal import Channel
-from replicad.daemon.places import Asker
 from replicad.errors import BadToken, TokenAhead, TokenExpired, TokenForked, forked_text
 from replicad.protocol.tokens import Vector
 from replicad.streams.commands import Replicate

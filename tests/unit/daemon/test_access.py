@@ -10,9 +10,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from replicad.daemon.access import AccessControl, verbs_of
+from replicad.daemon.access import SLOTS, AccessControl, Guesses, GuessPace, verbs_of
 from replicad.daemon.dispatch import Relaying
-from replicad.daemon.guesses import SLOTS, Guesses, GuessPace
 from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
 from replicad.errors import UsageError

@@ -17,12 +17,11 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from replicad.config.settings import Address, ServerSettings
-from replicad.daemon import arrivals
-from replicad.daemon.accept_queues import AcceptQueues, listen
+from replicad.daemon import handshakes
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.handshakes import Handshakes
 from replicad.daemon.hub import Hub
-from replicad.daemon.listener import Acceptor
+from replicad.daemon.listener import Acceptor, AcceptQueues, listen
 from replicad.daemon.relay import Relay
 from replicad.daemon.session import Session
 from replicad.daemon.troubles import Troubles
@@ -155,7 +154,7 @@ async def test_those_that_begin_with_too_long_a_line_get_no_session(server: Open
 async def test_a_crowd_that_connects_and_then_sends_too_long_lines_gets_few_sessions(
     server: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "QUIET", 60.0)  # however long this machine takes for a hundred connections
+    monkeypatch.setattr(handshakes, "QUIET", 60.0)  # however long this machine takes for a hundred connections
     attacked = await server()
     attacked.accept()
     crowd = []

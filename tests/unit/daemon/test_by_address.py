@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replicad.daemon.by_address import ByAddress, address_of, network_of
+from replicad.daemon.fairness import ByAddress, address_of, network_of
 
 ADDRESSES = st.sampled_from("abcd")
 

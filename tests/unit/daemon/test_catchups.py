@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from replicad.daemon.places import Asker
+from replicad.daemon.fairness import Asker
 from replicad.daemon.service import HangUp
 from replicad.errors import DatabaseError, TokenExpired
 from replicad.protocol.states import CloseReason

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from replicad.daemon.heap import SPARE, give_back_forever
+from replicad.daemon.process import SPARE, give_back_forever
 
 
 class Heap:
@@ -80,7 +80,7 @@ async def test_memory_that_pythons_lists_of_free_objects_keep_goes_back_too(
 
 PROCESS = """
 from pathlib import Path
-from replicad.daemon.heap import allocator_of_this_process
+from replicad.daemon.process import allocator_of_this_process
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from replicad.daemon.places import Asker, Places
+from replicad.daemon.fairness import Asker, Places
 
 
 async def test_who_asks_often_waits_behind_the_one_request_of_another(autojump_clock: MockClock) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicad.daemon.underway import ALONE, WORKED_ON, Stage, Underway
+from replicad.daemon.hub import ALONE, WORKED_ON, Stage, Underway
 
 
 def test_those_without_a_hello_give_way_first_and_those_that_wait_for_the_server_last() -> None:

@@ -108,12 +108,16 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """The first three are present values, the others counts since the channel was made."""
+    """The first four are present values, the others counts since the channel was made. `fill`: of its bytes or chunks,
+    the larger share that is used, 0 to 1.
+    """
 
     chunks: int
     bytes: int
     readers: int
+    fill: float
     appended_chunks: int
+    appended_lines: int
     appended_bytes: int
     fallen: int
     waited_s: float
@@ -417,7 +421,9 @@ class Channel:
             chunks=len(self.chunks),
             bytes=self._bytes,
             readers=len(self._readers),
+            fill=max(self._bytes / self.limits.max_bytes, len(self.chunks) / self.limits.max_chunks),
             appended_chunks=self.head,
+            appended_lines=self.lines,
             appended_bytes=self._appended_bytes,
             fallen=self._fallen,
             waited_s=self._waited,

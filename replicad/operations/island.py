@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from replicad.beats import BeatWatch
 from replicad.config.settings import DatabaseSettings
+from replicad.daemon.state_columns import StateView
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaMissing, SchemaTooNew
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
-    from replicad.streams.status import StreamStatus
+    from replicad.streams.picture import StreamPicture
     from replicad.streams.troubles import Reported
 
 Row = dict[str, Any]
@@ -131,7 +132,8 @@ class Island:
         ]
         return rows, []
 
-    def _stream(self, one: StreamStatus) -> Row:
+    def _stream(self, one: StreamPicture) -> Row:
+        from replicad.streams.picture import COLUMNS
         from replicad.terminal.holders import who
 
         trouble = [] if one.problem is None else [f"{one.state}: {one.problem}"]
@@ -143,10 +145,7 @@ class Island:
         return {
             "kind": "stream",
             "tube": None,
-            "stream": one.stream.name,
-            "position": one.position,
-            "lag_rows": one.lag_rows,
-            "lag_s": one.lag_seconds,
+            **COLUMNS.fields(StateView.TOP, one),
             "state": ", ".join(trouble) or "ok",
             "wrong": bool(trouble),
         }

@@ -6,25 +6,24 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from replicad.daemon.state_columns import StateView
 from replicad.operations.island import Picture
 from replicad.terminal.output import table
 
 TUBE_COLUMNS = (
     "island", "tube", "partition", "holder", "pods", "ids", "lag_s", "backfill", "parked", "in_s", "out_s", "state",
 )  # fmt: skip
-STREAM_COLUMNS = ("island", "stream", "position", "lag_rows", "lag_s", "state")
 DAEMON_COLUMNS = ("island", "daemon", "pid", "address", "version", "since_utc", "beat_s", "state")
 DROPPED = (
     "ids",
     "out_s",
     "in_s",
-    "position",
     "parked",
     "backfill",
     "version",
     "since_utc",
     "island",
-)  # in this order, where a line is too long
+)  # in this order, where a line is too long; of streams the spare columns, and `island`
 EMPTY = ("backfill", "parked", "island")  # dropped where no row has any
 STATE = 24  # characters that the state has at least
 SHORT_STATE = 15  # of a daemon: `silent for 47 s`
@@ -43,10 +42,14 @@ class Line(NamedTuple):
 
 def render(pictures: Sequence[Picture], width: int) -> list[Line]:
     """Everything, in lines of at most `width` characters. States that do not fit follow in full."""
+    from replicad.streams.picture import COLUMNS
+
+    stream_columns = ("island", *COLUMNS.names(StateView.TOP), "state")
+    spare = tuple(one.name for one in COLUMNS.of(StateView.TOP) if one.spare)
     several = len(pictures) > 1
     lines: list[Line] = []
     for columns, room, rows in (
-        (STREAM_COLUMNS, STATE, [(one, row) for one in pictures for row in one.streams]),
+        (stream_columns, STATE, [(one, row) for one in pictures for row in one.streams]),
         (TUBE_COLUMNS, STATE, [(one, row) for one in pictures for row in one.tubes]),
         (DAEMON_COLUMNS, SHORT_STATE, [(one, row) for one in pictures for row in one.daemons]),
     ):
@@ -55,7 +58,7 @@ def render(pictures: Sequence[Picture], width: int) -> list[Line]:
             for one, row in rows
         ]
         if shown:
-            lines += [*_fitted(columns, shown, width, room), Line("")]
+            lines += [*_fitted(columns, spare, shown, width, room), Line("")]
         elif columns is TUBE_COLUMNS:
             lines += [*_wrapped("there are no tubes yet: make one with `replicad tubes create`", width), Line("")]
     for one in pictures:
@@ -82,10 +85,12 @@ def _about(row: Row) -> Row:
     return {name: f"~{row[name]:,}" for name in ("pods", "ids")}
 
 
-def _fitted(columns: Sequence[str], rows: Sequence[Row], width: int, room: int) -> Iterator[Line]:
-    """The table, with the columns for which there is room beside `room` characters of the state."""
+def _fitted(columns: Sequence[str], spare: Sequence[str], rows: Sequence[Row], width: int, room: int) -> Iterator[Line]:
+    """The table, with the columns for which there is room beside `room` characters of the state. `spare`: columns that
+    are left out first.
+    """
     left = [one for one in columns if one not in EMPTY or any(row.get(one) for row in rows)]
-    drop = [one for one in DROPPED if one in left]
+    drop = [one for one in (*spare, *DROPPED) if one in left]
     lines = table(left, rows).split("\n")
     while lines[0].rindex("state") + room > width and drop:
         left.remove(drop.pop(0))

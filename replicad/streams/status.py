@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from types import MappingProxyType
 
 import trio
 
@@ -19,9 +18,9 @@ from replicad.positions.horizon import Holder, HolderKind, Horizon, Reading
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import statement
 from replicad.streams import registry, troubles
+from replicad.streams.picture import StreamPicture
 from replicad.streams.queries import SCHEMA, Impatient, is_locked
 from replicad.streams.registry import Method, Published, Stream, horizon_source, row_source
-from replicad.streams.rows import COUNT_LIMIT
 from replicad.streams.troubles import Reported
 from replicad.terminal.failures import as_commands
 
@@ -35,44 +34,13 @@ SECOND_LOOK = 2.5  # seconds until that check; a daemon notes its positions ever
 
 LOADED = 1 << 40  # ids above the sequence's last value that a bulk load can have brought; more were made by a program
 _LAST_ID = (1 << 63) - 1
-_NONE: Mapping[str, int] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStatus:
-    """One stream at one moment.
-
-    `position` is the linear position that daemons have published, `per_writer` each writer's own, `published_at` when
-    it moved last; None where nothing was published yet. `horizon` is how far it could be published by now, `last_value`
-    the last id handed out. `lag_rows` counts the committed rows behind `position`, no further than a million, None
-    where the table cannot be read now. `lag_seconds` is how long they may have been waiting, 0 where none waits.
-    `state` is ok or a short code, `problem` the sentence to it, with the remedy. `held_by` is who holds the horizon
-    back, or has the table locked.
-    """
-
-    stream: Stream
-    position: int | None
-    per_writer: Mapping[str, int]
-    published_at: datetime | None
-    horizon: int | None
-    last_value: int | None
-    lag_rows: int | None
-    lag_seconds: float
-    held_by: Holder | None
-    state: str
-    problem: str | None
-
-    @property
-    def lag_is_capped(self) -> bool:
-        """Whether more rows wait than were counted."""
-        return self.lag_rows is not None and self.lag_rows >= COUNT_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
     """All streams, and general remarks: what could not be read, or that no daemon is connected."""
 
-    streams: tuple[StreamStatus, ...]
+    streams: tuple[StreamPicture, ...]
     notes: tuple[str, ...]
 
 
@@ -99,12 +67,12 @@ async def overview(db: Database, *, schema: str = SCHEMA) -> Overview:
     return await _look(db, list(streams.values()), schema)
 
 
-async def list_streams(db: Database, *, schema: str = SCHEMA) -> list[StreamStatus]:
+async def list_streams(db: Database, *, schema: str = SCHEMA) -> list[StreamPicture]:
     """`overview` without the remarks."""
     return list((await overview(db, schema=schema)).streams)
 
 
-async def show(db: Database, name: str, *, schema: str = SCHEMA) -> StreamStatus:
+async def show(db: Database, name: str, *, schema: str = SCHEMA) -> StreamPicture:
     """One stream. Raises UnknownStream besides what `overview` raises."""
     found = await _look(db, [await registry.load_stream(Impatient(db), name, schema=schema)], schema)
     return found.streams[0]
@@ -176,7 +144,7 @@ async def _lockers(db: Impatient, streams: Iterable[Stream], schema: str) -> dic
     return found
 
 
-async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> StreamStatus:
+async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> StreamPicture:
     reading = seen.readings.get(stream.name) or Reading()
     last = seen.published.get(stream.name) if stream.continues else None
     position = last.position if last else None
@@ -200,10 +168,10 @@ async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> Str
         state, problem = await _ids_ahead(db, stream, schema)
     if problem is None and waiting and not seen.daemon:
         state, problem = NO_DAEMON, "rows wait, and no daemon is connected that could send them: start `replicad serve`"
-    return StreamStatus(
+    return StreamPicture(
         stream=stream,
         position=position,
-        per_writer=last.per_writer if last else _NONE,
+        per_writer=last.per_writer if last else {},
         published_at=last.at if last else None,
         horizon=reading.position,
         last_value=reading.last_value,
@@ -284,16 +252,16 @@ def _lag_seconds(
     return max(age, 0.0)
 
 
-def _may_be_stuck(status: StreamStatus) -> bool:
+def _may_be_stuck(status: StreamPicture) -> bool:
     """Whether rows wait although no problem is known and the position has not changed for SETTLED seconds."""
     could_move = status.horizon is not None and (status.position is None or status.position < status.horizon)
     return status.state == OK and bool(status.lag_rows) and could_move and status.lag_seconds > SETTLED
 
 
-async def _look_again(db: Database, found: list[StreamStatus], schema: str) -> list[StreamStatus]:
+async def _look_again(db: Database, found: list[StreamPicture], schema: str) -> list[StreamPicture]:
     """Check a second time whether the positions move: a row that was just committed looks like a row that is stuck."""
-    stuck = {status.stream.name for status in found if _may_be_stuck(status)}
-    before = {status.stream.name: status.position for status in found}
+    stuck = {status.name for status in found if _may_be_stuck(status)}
+    before = {status.name: status.position for status in found}
     deadline = trio.current_time() + SECOND_LOOK
     published: Mapping[str, Published] = {}
     while stuck and trio.current_time() < deadline:
@@ -302,7 +270,7 @@ async def _look_again(db: Database, found: list[StreamStatus], schema: str) -> l
         stuck = {name for name in stuck if name not in published or published[name].position == before[name]}
     result = []
     for status in found:
-        name = status.stream.name
+        name = status.name
         if name in stuck:
             why = "rows wait, the position does not move, and no daemon reports why: see the daemons' logs"
             result.append(replace(status, state=STALLED, problem=why))

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from replicad.positions.horizon import Holder
 from replicad.postgres.bridge import quote_literal
 
-MOST_QUERY = 80  # characters of a statement that are shown
+MOST_QUERY = 80  # characters of a statement that are shown in a sentence
+LONGEST_QUERY = 60  # characters of a statement in a table
 
 
 def statement_to_end(holder: Holder) -> str | None:
@@ -38,6 +39,21 @@ def who(holder: Holder) -> str:
         query = " ".join((holder.query or "").split())[:MOST_QUERY]
         return f"pid {holder.pid}{name}" + (f", which ran last: {query}" if query else "")
     return f"writer {holder.application_name}" if holder.application_name else "another session"
+
+
+def in_one_line(holder: Holder | None) -> str | None:
+    """The holder for a table: `pid 4711 (app) for 12.0 s: UPDATE ...`. None if nothing holds the position back."""
+    if holder is None:
+        return None
+    name = f"prepared transaction {holder.gid}" if holder.gid is not None else f"pid {holder.pid}"
+    if holder.pid is None and holder.gid is None:
+        name = f"writer {holder.application_name}" if holder.application_name else "a session that has locked the table"
+    elif holder.application_name:
+        name += f" ({holder.application_name})"
+    age = "" if holder.age_s is None else f" for {holder.age_s:.1f} s"
+    query = " ".join((holder.query or "").split())
+    short = query if len(query) <= LONGEST_QUERY else query[: LONGEST_QUERY - 3] + "..."
+    return f"{name}{age}" + (f": {short}" if short else "")
 
 
 def held_back(holder: Holder | None, seconds: float | None) -> Mapping[str, object] | None:

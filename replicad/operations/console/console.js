@@ -1,6 +1,7 @@
 // The console: asks for JSON every two seconds and shows it. Texts of others (names, errors, rows) only ever become the
 // text of a node, never HTML. Elements are kept and changed, not made anew, so that the focus and selections stay.
 
+import { STREAM_COLUMNS } from "./console-columns.js";
 import { MOST_ROWS, duration, holder, keep, long, make, put, table } from "./console-nodes.js";
 
 const PAUSE = 2_000; // milliseconds between two looks
@@ -107,17 +108,14 @@ const happens = (target, name, also = () => {}) =>
 
 const plain = (title, name) => ({ title, of: (row) => row[name] });
 const label = (title, name) => ({ title, of: (row) => String(row[name]) }); // a number that counts nothing
-const STREAM = [
-  plain("Stream", "name"),
-  { title: "State", of: (row) => [row.state, row.state === "served" ? "good" : "bad"] },
-  plain("Position", "position"),
-  plain("Last id", "last_value"),
-  plain("Rows waiting", "lag_rows"),
-  { title: "Lag", of: (row) => long(row.lag_seconds) },
-  plain("Readers", "readers"),
-  { title: "Held back", fill: (cell, row) => holder(cell, row.held_back) },
-  { title: "Problem", of: (row) => [row.problem ?? (row.late_rows ? `${row.late_rows} late rows` : null), "bad"] },
-];
+const FORMS = { // of columns that are declared in the daemon
+  plain: (name) => ({ of: (row) => row[name] }),
+  seconds: (name) => ({ of: (row) => long(row[name]) }),
+  state: (name) => ({ of: (row) => [row[name], row[name] === "served" ? "good" : "bad"] }),
+  holder: (name) => ({ fill: (cell, row) => holder(cell, row[name]) }),
+  problem: (name) => ({ of: (row) => [row[name] ?? (row.late_rows ? `${row.late_rows} late rows` : null), "bad"] }),
+};
+const STREAM = STREAM_COLUMNS.map(({ title, name, form }) => ({ title, ...FORMS[form](name) }));
 const PARTITION = [
   label("Partition", "partition"),
   { title: "Holder", of: (row) => row.holder ?? (row.pods || row.backfill_pods ? ["no reader", "bad"] : ["none", "quiet"]) },

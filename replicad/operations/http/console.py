@@ -6,6 +6,7 @@ the other pages.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,18 +18,21 @@ import trio
 
 from replicad.config.logs import RECENT, Recent, RecentEvents
 from replicad.daemon.service import Host
+from replicad.daemon.state_columns import StateView
 from replicad.errors import ReplicadError, UnknownTube
 from replicad.operations.http.entry import NAMES, NO_NAME, Caller, is_address, no_such
 from replicad.operations.http.messages import Answer, Refused, Request
 from replicad.operations.serving import REPLAY, STATUS
 from replicad.postgres.statements import call_value, statement
 from replicad.reading import Unreadable, read_json
+from replicad.streams.picture import COLUMNS
 
-FILES = {
+FILES: dict[str, tuple[str | None, str]] = {  # None: it is made from the columns of the state
     "/console": ("console.html", "text/html"),
     "/console.css": ("console.css", "text/css"),
     "/console.js": ("console.js", "text/javascript"),
     "/console-nodes.js": ("console-nodes.js", "text/javascript"),
+    "/console-columns.js": (None, "text/javascript"),
 }
 POLICY = {
     "content-security-policy": (
@@ -54,7 +58,10 @@ class Console:
         self._began = time.time()
         self._schema = host.settings.database.tube_schema
         folder = resources.files("replicad.operations") / "console"
-        self._files = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+        self._files = {
+            path: (_columns() if name is None else folder.joinpath(name).read_bytes(), kind)
+            for path, (name, kind) in FILES.items()
+        }
 
     async def file(self, request: Request) -> Answer:
         """The page, its style and its program. Needs no right."""
@@ -153,6 +160,12 @@ def _wanted(body: Any) -> tuple[str, list[int]]:
 
 def _are_whole(numbers: Iterable[object]) -> bool:
     return all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 1 << 63 for one in numbers)
+
+
+def _columns() -> bytes:
+    """The columns of the console that show values of `/status`, as a module of its program."""
+    streams = [{"title": one.label, "name": one.name, "form": one.form} for one in COLUMNS.of(StateView.CONSOLE)]
+    return f"export const STREAM_COLUMNS = {json.dumps(streams)};\n".encode()
 
 
 def _whole(text: str) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from replicad.config.declaring import BYTES, SECONDS, one_of
+from replicad.daemon.state_columns import StateView
 from replicad.errors import StreamError, UsageError
 from replicad.streams.cli import writers as stream_writers
 from replicad.streams.cli.content import CONTENT_COMMANDS, MAX_ROW_HELP
@@ -18,14 +19,11 @@ from replicad.terminal.failures import say
 from replicad.terminal.output import as_json_line, echo, print_rows
 
 if TYPE_CHECKING:
-    from replicad.positions.horizon import Holder
     from replicad.postgres.bridge import Database
     from replicad.streams.acks import SenderAck
     from replicad.streams.lineage import Generation
     from replicad.streams.registry import Added
-    from replicad.streams.status import StreamStatus
 
-_LONGEST_QUERY = 60  # characters of a holder's query in a table
 _GENERATIONS = 5  # that `show` prints
 
 _name = click.argument("name")
@@ -116,12 +114,14 @@ def list_streams(as_json: bool, **options: Any) -> None:
     """
 
     from replicad.streams import status
+    from replicad.streams.picture import COLUMNS
 
     found = on_streams(options, lambda db, schema: status.overview(db, schema=schema))
-    rows = [_details(one) if as_json else _line(one) for one in found.streams]
-    columns = ["name", "state", "position", "lag_rows", "lag_s", "writers", "held_back_by"]
-    if any(row.get("problem") for row in rows):
-        columns.append("problem")
+    if as_json:
+        rows = [COLUMNS.fields(StateView.SHOW, one) for one in found.streams]
+    else:
+        rows = [COLUMNS.texts(StateView.LIST, one) for one in found.streams]
+    columns = [] if as_json else COLUMNS.headings(StateView.LIST, rows)
     nothing = "there are no streams; make one: replicad streams add NAME --table SCHEMA.TABLE --id COLUMN"
     print_rows(columns, rows, as_json=as_json, nothing=nothing)
     for note in found.notes if rows else ():
@@ -140,14 +140,15 @@ def show(name: str, as_json: bool, **options: Any) -> None:
     """
 
     from replicad.streams import registry, status
+    from replicad.streams.picture import COLUMNS, StreamPicture
 
-    async def look(db: Database, schema: str) -> tuple[StreamStatus, tuple[Generation, ...]]:
+    async def look(db: Database, schema: str) -> tuple[StreamPicture, tuple[Generation, ...]]:
         found = await status.show(db, name, schema=schema)
         lineages = await registry.load_lineages(db, name, schema=schema)
         return found, lineages[name].generations[::-1] if name in lineages else ()
 
     found, generations = on_streams(options, look)
-    details = _details(found)
+    details = COLUMNS.fields(StateView.SHOW, found)
     if as_json:
         echo(as_json_line({**details, "generations": [_generation(one) for one in generations]}))
         return
@@ -282,66 +283,10 @@ def _held_back(name: str, senders: list[SenderAck]) -> str:
     return f"{last.instance} is the furthest behind: it has acknowledged {last.token:,}, at {last.acked_at:%F %T} UTC"
 
 
-def _line(status: StreamStatus) -> dict[str, Any]:
-    return {
-        "name": status.stream.name,
-        "state": status.state,
-        "position": status.position,
-        "lag_rows": f"over {status.lag_rows:,}" if status.lag_is_capped else status.lag_rows,
-        "lag_s": status.lag_seconds,
-        "writers": len(status.stream.writers),
-        "held_back_by": None if status.held_by is None else _holder(status.held_by),
-        "problem": status.problem,
-    }
-
-
 def _generation(one: Generation) -> dict[str, Any]:
     return {
         "id": one.id,
         "began_at": one.created_at.isoformat(),
         "reason": one.reason,
         "shared_upto": str(one.began),
-    }
-
-
-def _holder(holder: Holder) -> str:
-    """The holder in one line: `pid 4711 (app) for 12.0 s: UPDATE ...`."""
-    who = f"prepared transaction {holder.gid}" if holder.gid is not None else f"pid {holder.pid}"
-    if holder.pid is None and holder.gid is None:
-        who = f"writer {holder.application_name}" if holder.application_name else "a session that has locked the table"
-    elif holder.application_name:
-        who += f" ({holder.application_name})"
-    age = "" if holder.age_s is None else f" for {holder.age_s:.1f} s"
-    query = " ".join((holder.query or "").split())
-    short = query if len(query) <= _LONGEST_QUERY else query[: _LONGEST_QUERY - 3] + "..."
-    return f"{who}{age}" + (f": {short}" if short else "")
-
-
-def _details(status: StreamStatus) -> dict[str, Any]:
-    stream, holder = status.stream, status.held_by
-    return {
-        "name": stream.name,
-        "table": stream.table,
-        "id_column": stream.id_column,
-        "instance_column": stream.instance_column,
-        "row": stream.row,
-        "method": str(stream.method),
-        "sequence": stream.sequence,
-        "positions_table": stream.positions_table,
-        "epoch": stream.epoch,
-        "created_at": stream.created_at.isoformat(),
-        "state": status.state,
-        "position": status.position,
-        "published_at": None if status.published_at is None else status.published_at.isoformat(),
-        "horizon": status.horizon,
-        "last_value": status.last_value,
-        "lag_rows": status.lag_rows,
-        "lag_s": round(status.lag_seconds, 3),
-        "trimmed_upto": stream.trimmed_upto,
-        "max_row": stream.max_row,
-        "skipped": list(stream.skipped),
-        "writers": dict(stream.writers),
-        "per_writer": dict(status.per_writer),
-        "held_back_by": None if holder is None else _holder(holder),
-        "problem": status.problem,
     }

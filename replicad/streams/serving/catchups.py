@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right, insort
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -302,7 +302,6 @@ class Catchups:
         self._nursery: trio.Nursery | None = None
         self._kept = trio.Event()  # set when a piece is kept, so that it is dropped some time
         self._reads = self._rows = 0
-        self.sent_rows: Counter[str] = Counter()  # to clients that caught up, by stream; for figures
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled."""

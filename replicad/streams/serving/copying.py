@@ -197,8 +197,8 @@ class Copying:
         if chunks:
             after = await self._send_chunks(piece, chunks, seen)
             sent += size
-        if sent:  # a piece of which all was sent has exactly so many
-            self._catchups.sent_rows[self.feed.name] += round(piece.rows * min(1.0, sent / max(1, piece.size)))
+        if sent:
+            self.feed.sent.add_piece(piece, sent)
         if counted and not piece.dropped and self.feed.stream.epoch == epoch:
             part = clipped(segment, begin, min(piece.upto, segment.upto))
             self.feed.tally.add_piece(self, part, rows, trio.current_time())

@@ -22,6 +22,7 @@ from replicad.streams.registry import Stream
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import LINEAR, LINEAR_ORDER, PER_WRITER, Copier, Lane
+from replicad.streams.serving.sent_counts import SentCounts
 from replicad.streams.serving.sent_positions import Positions, position_lines
 from replicad.streams.serving.stretches import Tally
 from replicad.streams.serving.writer_list import ALL, WriterList
@@ -57,6 +58,7 @@ class Feed:
         self.strayed: str | None = None  # by the audit: why its rows may be in another table; no position is taken then
         self.rewinds = 0  # how often positions went back
         self.tally = Tally()  # the sent rows, until the audit has compared them with the table
+        self.sent = SentCounts()
         self._store = store
         self._pace = pace
         self._limits = limits
@@ -377,6 +379,7 @@ class Feed:
             epoch=self.stream.epoch,
             pace=self._pace,
             tally=self.tally,
+            sent=self.sent,
         )
 
 

@@ -20,6 +20,7 @@ from replicad.streams.chunks import Chunk, Enough
 from replicad.streams.row_text import Range
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.intervals import StreamIntervals
+from replicad.streams.serving.sent_counts import SentCounts
 from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines, set_lines
 from replicad.streams.serving.stretches import Tally, spans_of
 from replicad.streams.store import Rows
@@ -106,9 +107,10 @@ class Lane:
         epoch: str,
         pace: StreamIntervals = StreamIntervals(),
         tally: Tally | None = None,
+        sent: SentCounts | None = None,
     ) -> None:
         """`writers(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`.
-        `tally`: where the rows that were sent are counted.
+        `tally`: where the rows that were sent are counted for the audit; `sent`: where they are counted for figures.
         """
         self.channel = Channel(stream, positions, limits)
         self.epoch = epoch  # the generation that was sent to readers last
@@ -121,6 +123,7 @@ class Lane:
         order = " (linear)" if copier.linear else ""  # both lanes of a stream can fail, independently
         self._copy_cause, self._row_cause = f"copy{order}", f"row{order}"
         self._tally = Tally() if tally is None else tally
+        self._sent = SentCounts() if sent is None else sent
         self._target = dict(positions)
         self._changed = trio.Event()
         self._forked: tuple[str, Callable[[str], int]] | None = None  # the next epoch, and the position shared with it
@@ -133,7 +136,6 @@ class Lane:
         self._notices: list[tuple[bytes, bool]] = []
         self._position_sent_at = float("-inf")
         self._held: RowUnreadable | None = None
-        self.given_rows = 0  # new rows, each once for each reader that there was; for figures
         self._try_again_at = 0.0
         self._copy_backoff = Backoff(pace.copy_retry, pace.longest_copy_retry, jitter=0.0)
         self._row_backoff = Backoff(pace.copy_retry, pace.longest_copy_retry, jitter=0.0)
@@ -308,8 +310,7 @@ class Lane:
         """
         sent = dict(self.channel.boundary.positions)
         seen = LastTokens(self._stream, sent, one=self._copier.one_writer)
-        lines, first, began = self.channel.lines, self.channel.head, trio.current_time()
-        waited = self.channel.waited
+        before, first, began = self.channel.statistics(), self.channel.head, trio.current_time()
         seal_at, ends_at = began + self._pace.seal, began + self._pace.held
 
         async def append(chunk: Chunk) -> None:
@@ -325,8 +326,8 @@ class Lane:
             seen.see(chunk)
 
         def count(upto: Positions) -> None:
-            now, seconds = trio.current_time(), trio.current_time() - began - (self.channel.waited - waited)
-            rows, chunks = self.channel.lines - lines, range(first, self.channel.head)
+            now, seconds = trio.current_time(), trio.current_time() - began - (self.channel.waited - before.waited_s)
+            rows, chunks = self.channel.lines - before.appended_lines, range(first, self.channel.head)
             one = self._copier.one_writer
             self._tally.add(self._order, after, upto, rows, now, one=one, seconds=seconds, chunks=chunks)
 
@@ -342,7 +343,7 @@ class Lane:
             await self.channel.wait_room(min(ROOM, self.channel.limits.max_bytes // 2))
             return False
         finally:
-            self.given_rows += (self.channel.lines - lines) * self.channel.readers
+            self._sent.add_copy(before, self.channel.statistics())
         self._copied = target
         count(target)
         sent = {**sent, **seen.tokens}  # a new one: the tally has the other

@@ -1,0 +1,106 @@
+"""The facts of a stream, tube or daemon, each declared once for all its views.
+
+Views are the lists and details of commands, `top`, `/status`, the figures and the console.
+
+A view asks for its columns and knows none of them. So a new column is an entry in a table of columns, and the code that
+knows its value.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from replicad.daemon.figures import Family, Sample
+
+Shown = TypeVar("Shown")
+
+
+class StateView(enum.Flag):
+    """The places that show columns. Figures are a view, too: a column with a `figure` is exported."""
+
+    NONE = 0
+    LIST = enum.auto()  # the table of `replicad ... list`
+    SHOW = enum.auto()  # `replicad ... show`, and --json of both
+    TOP = enum.auto()  # `replicad top` and `replicad status`, also with --json
+    STATUS = enum.auto()  # /status
+    CONSOLE = enum.auto()  # the table of the console, which is made of /status
+
+
+class ConsoleForm(enum.StrEnum):
+    """How the console writes a value of `/status`; `console.js` has a function for each."""
+
+    PLAIN = "plain"
+    SECONDS = "seconds"
+    STATE = "state"
+    HOLDER = "holder"
+    PROBLEM = "problem"
+
+
+def _nothing(_: object) -> None:
+    """The value of a column that only has figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateColumn(Generic[Shown]):
+    """One fact.
+
+    `name`: its key in JSON and its heading in tables of commands; `label`: its heading in the console. `of`: its value
+    in JSON. `text`: its value in a table for people, where that differs. `rare`: a list leaves it out where no row has
+    a value. `spare`: `top` leaves it out where the terminal is too narrow.
+    `figure`: the exported figure. Its only label is the name of the thing and its value is `of`, or it is missing if
+    that is None. Figures with more labels have `samples`.
+    """
+
+    name: str
+    views: StateView = StateView.NONE
+    of: Callable[[Shown], object] = _nothing
+    text: Callable[[Shown], object] | None = None
+    label: str = ""
+    form: ConsoleForm = ConsoleForm.PLAIN
+    rare: bool = False
+    spare: bool = False
+    figure: Family | None = None
+    samples: Callable[[Shown], Iterable[Sample]] | None = None
+
+
+class StateColumns(Generic[Shown]):
+    """The columns of one kind of things, in the order of all views. `name_of`: the name that labels figures."""
+
+    def __init__(self, name_of: Callable[[Shown], str], columns: Sequence[StateColumn[Shown]]) -> None:
+        self._name_of = name_of
+        self._columns = tuple(columns)
+        self.families = tuple(one.figure for one in columns if one.figure is not None)
+
+    def of(self, view: StateView) -> list[StateColumn[Shown]]:
+        """The columns of a view."""
+        return [one for one in self._columns if view in one.views]
+
+    def names(self, view: StateView) -> list[str]:
+        """The names of the columns of a view."""
+        return [one.name for one in self.of(view)]
+
+    def fields(self, view: StateView, shown: Shown) -> dict[str, object]:
+        """The values of a view, for JSON."""
+        return {one.name: one.of(shown) for one in self.of(view)}
+
+    def texts(self, view: StateView, shown: Shown) -> dict[str, object]:
+        """The values of a view, for a table."""
+        return {one.name: (one.text or one.of)(shown) for one in self.of(view)}
+
+    def headings(self, view: StateView, rows: Sequence[Mapping[str, object]]) -> list[str]:
+        """The names of the columns of a view that a table with these rows has."""
+        return [one.name for one in self.of(view) if not one.rare or any(row[one.name] for row in rows)]
+
+    def samples(self, shown: Shown) -> Iterable[Sample]:
+        """The values of all figures."""
+        for one in self._columns:
+            if one.samples is not None:
+                yield from one.samples(shown)
+            elif one.figure is not None:
+                value = one.of(shown)
+                if value is not None:
+                    assert isinstance(value, int | float), one.name
+                    yield one.figure(value, self._name_of(shown))

@@ -295,7 +295,7 @@ async def test_a_broken_file_changes_nothing_and_is_a_trouble_until_it_is_mended
     with pytest.raises(UsageError) as caught:
         desk.access.read_file()
     desk.access.keep(caught.value)
-    assert "did you mean 'read'" in (desk.troubles.why("service", "access") or "")
+    assert "did you mean read?" in (desk.troubles.why("service", "access") or "")
     assert [e["log_level"] for e in logs if e["event"] == "access_unchanged"] == ["error"]
     assert client.session.access.may("relay")
     rewrite(tmp_path, desk.access, "[client.a]\nSECRET")

@@ -199,6 +199,16 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
             lambda feed: feed.sent.rows,
         ),
         StateColumn(
+            "sent_bytes_last_minute", _STATUS | _CONSOLE, _served(lambda feed: feed.sent.bytes_last_minute),
+            label="Bytes sent in the last minute",
+            figure=Family(
+                "replicad_stream_sent_bytes_last_minute",
+                GAUGE,
+                "Bytes of rows given to clients in the last 60 seconds, once for each client.",
+                _OF,
+            ),
+        ),
+        StateColumn(
             "late_rows", _STATUS, _served(lambda feed: feed.late_rows),
             figure=Family(
                 "replicad_stream_late_rows",

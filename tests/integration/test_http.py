@@ -144,13 +144,17 @@ async def test_rows_and_bytes_that_clients_are_sent_are_counted(events: Database
             while b"POSITION" not in received:
                 received += await stream.receive_some(65536)
             await events.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 100)")
-            while received.count(b"RDATA") < 100:
+            while received.count(b"RDATA") < 100 or not received.endswith(b"\n"):
                 received += await stream.receive_some(65536)
         found = await ask_until(
             daemon.http, "/metrics", lambda one: 'replicad_stream_sent_rows_total{stream="events"} 100.0' in one
         )
         assert found.value('replicad_stream_readers{order="per_writer",stream="events"}') == 1
         assert found.value('replicad_connections{state="known"}') == 1
+        size = sum(len(line) for line in received.splitlines(keepends=True) if line.startswith(b"RDATA"))
+        assert found.value('replicad_stream_sent_bytes_last_minute{stream="events"}') == size
+        shown = json.loads((await ask(daemon.http, "/status")).text)["streams"][0]["sent_bytes_last_minute"]
+        assert shown == size
     found = await ask_until(
         daemon.http, "/metrics", lambda one: 'replicad_connections_closed_total{reason="peer_closed"} 1.0' in one
     )

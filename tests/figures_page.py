@@ -14,7 +14,7 @@ from pathlib import Path
 from replicad.daemon import own_figures
 from replicad.daemon.figures import Family
 from replicad.operations.http import app, exposition
-from replicad.redis import figures as of_redis
+from replicad.redis import service as of_redis
 from replicad.sender import serving as sender_serving
 from replicad.streams.serving import figures as of_streams
 from replicad.tubes.serving import service as tube_service

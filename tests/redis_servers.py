@@ -19,7 +19,7 @@ from pathlib import Path
 import hiredis
 import trio
 
-from replicad.redis.outlet import _SHA, SCRIPT
+from replicad.redis.publisher import _SHA, SCRIPT
 
 PROGRAM = shutil.which("redis-server")
 WHY_NOT = "there is no redis-server on this machine (apt-get install redis-server); its model is tested"

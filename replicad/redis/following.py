@@ -14,10 +14,9 @@ from replicad.client.link import DaemonTarget
 from replicad.client.trio_link import connect
 from replicad.config.settings import Address, parse_server
 from replicad.errors import ConnectionLost, RedisUnavailable, UsageError
-from replicad.redis.address import parse_redis
-from replicad.redis.link import RedisLink, open_redis
+from replicad.redis.handover import SILENCE, Switch
+from replicad.redis.link import RedisLink, open_redis, parse_redis
 from replicad.redis.messages import key_of
-from replicad.redis.switch import SILENCE, Switch
 
 PATIENCE = 2.0  # seconds for Redis to say where a daemon is, if we know of one
 

@@ -1,10 +1,12 @@
-"""One connection to Redis on trio. `hiredis` packs, `resp` reads; this file opens, waits and gives up in time.
+"""One connection to Redis on trio. `hiredis` packs and parses; this file opens, waits and gives up in time.
 
 Whatever Redis sends that is no answer to us ends the connection by RedisUnavailable, which says what it was (`_odd`).
 The owner connects again after a pause.
 
 A connection either asks (`call`, `call_all`) or, after `subscribe`, receives. Nothing is queued here: what the owner
 does not take stays in the socket, and Redis ends the connection of a subscriber for which it has to keep too much.
+
+`RedisAddress` is the place of a Redis and the login there. `RespReader` reads its replies (RESP) without I/O.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 import hiredis
 import trio
 
-from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError
-from replicad.masking import visible
+from replicad.config.secrets import trust
+from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError, UsageError
+from replicad.masking import mask_secrets, visible
 from replicad.reading import Unreadable
-from replicad.redis.address import RedisAddress
-from replicad.redis.resp import NOTHING, RespReader
+from replicad.streams.chunks import MAX_ROW
 
 CONNECT_TIMEOUT = 5.0  # seconds, with TLS and the password
 ANSWER_TIMEOUT = 5.0  # seconds for all answers to requests that were sent together
@@ -37,6 +42,62 @@ _BROKEN = (
 _LASTING = re.compile(r"OOM |ERR (?:unknown command|invalid DB index|DB index is out of range)", re.IGNORECASE)
 
 Word = str | bytes | int
+
+MOST_BYTES = MAX_ROW + (1 << 20)  # of one reply: the longest row with its frame
+MOST_HEADS = 8 << 10  # bytes of a reply that are parsed already while a text in it is not complete; bounds its depth
+NOTHING: Final = False  # what hiredis gives where a reply is not complete; RESP 2 has no such value
+_LONG = re.compile(rb"\r\n\*[0-9]{2}")  # the head of a list of ten elements or more
+_PUSH = b"\r\n>"  # the head of the other kind of list, which only RESP 3 has
+_OVERLAP = 4  # bytes of the end of what came before: a head may come in two pieces
+
+PORT = 6379
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """A Redis: `redis://[[user]:password@]host[:port][/database]`; `rediss://` is the same with TLS.
+
+    `str()` has no password.
+    """
+
+    host: str
+    port: int = PORT
+    database: int = 0
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"redis{'s' if self.tls else ''}://{host}:{self.port}/{self.database}"
+
+
+def parse_redis(url: str, *, password: str | None = None, ca: Path | None = None) -> RedisAddress:
+    """Parse the URL. `password` counts where the URL has none; `ca`: whom to trust, for rediss://; else the system.
+
+    Raises:
+        UsageError: with what to give instead.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port or PORT
+    except ValueError as error:
+        raise UsageError(f"{mask_secrets(url)!r} is no URL of a Redis: {error}") from None
+    database = parts.path.strip("/") or "0"
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.query or parts.fragment:
+        raise UsageError(
+            f"{mask_secrets(url)!r} is no URL of a Redis; give redis://host:{PORT}/0, or rediss:// for TLS"
+        )
+    if not (database.isascii() and database.isdigit() and len(database) < 6):
+        raise UsageError(f"the database of a Redis is a number, not {database[:40]!r}; give redis://{parts.hostname}/0")
+    tls = None
+    if parts.scheme == "rediss":
+        tls = ssl.create_default_context() if ca is None else trust(ca, "--redis-ca")
+    elif ca is not None:
+        raise UsageError("--redis-ca is for a Redis with TLS; give rediss://, or leave it out")
+    given = None if parts.password is None else unquote(parts.password)
+    user = unquote(parts.username) if parts.username else None
+    return RedisAddress(parts.hostname, port, int(database), user, given or password, tls)
 
 
 def refused(address: RedisAddress, error: Exception) -> ReplicadError:
@@ -264,3 +325,75 @@ def _why(error: BaseException) -> str:
     if isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+
+
+class RespReader:
+    """Takes bytes with `feed`; gives replies with `reply`. After an Unreadable it is of no more use.
+
+    hiredis parses, and this class bounds what it believes. hiredis makes a list as long as the reply announces:
+    `*1000000000` takes 8 GB and stops the program for ten seconds. It goes as deep as a reply says, too. What Redis
+    answers us is known: texts, numbers, nothing, and lists of up to nine of them. Whatever else comes is refused by
+    `Unreadable`, and no other exception.
+    """
+
+    def __init__(self) -> None:
+        self._reader = hiredis.Reader()
+        self._last = b"\r\n"  # the end of the input: the first reply begins as if after a line
+        self._unparsed = 0  # bytes that came since a reply was complete, about
+        self._fed = 0
+        self._parsed = 0  # bytes that hiredis had taken when the last reply was complete, about
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes. Raises Unreadable."""
+        self._unparsed += len(data)
+        if self._unparsed > MOST_BYTES:  # any process may publish up to 512 MB, and hiredis would keep all of it
+            raise Unreadable(f"a message of over {MOST_BYTES} bytes, which is not read")
+        seen = self._last + data
+        if _LONG.search(seen) is not None or (b">" in data and _PUSH in seen):
+            # Or a text that begins so: no line of replicad or Synapse does. To tell them apart would take a parser.
+            raise Unreadable("a list of ten elements or more, which no answer to us has")
+        self._last = seen[-_OVERLAP:]
+        self._fed += len(data)
+        self._reader.feed(data)
+
+    def reply(self) -> Any:
+        """The next reply: bytes, a number, None, a hiredis.ReplyError, or a list of these; NOTHING: it is not complete.
+
+        Raises:
+            Unreadable: this is no reply.
+        """
+        try:
+            found = self._reader.gets()
+        except Exception as error:
+            raise _no_reply(error) from error
+        self._note(complete=found is not NOTHING)
+        return found
+
+    def replies(self) -> list[Any]:
+        """All replies that are complete. Raises Unreadable."""
+        found: list[Any] = []
+        gets = self._reader.gets
+        try:
+            while (one := gets()) is not NOTHING:
+                found.append(one)
+        except Exception as error:
+            raise _no_reply(error) from error
+        if found:
+            self._note(complete=True)
+        self._note(complete=False)
+        return found
+
+    def _note(self, *, complete: bool) -> None:
+        """Bound what hiredis has parsed of a reply that is not complete."""
+        if complete:
+            self._unparsed = 0
+            return
+        taken = self._fed - self._reader.len()
+        if self._unparsed == 0:
+            self._parsed = taken
+        elif taken > self._parsed + MOST_HEADS + 1024:  # hiredis drops what it has taken when it is 1,024 bytes
+            raise Unreadable("lists in lists, deeper than any answer to us")
+
+
+def _no_reply(error: Exception) -> Unreadable:
+    return Unreadable(f"a malformed reply ({type(error).__name__}: {str(error)[:100]})")

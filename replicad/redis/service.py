@@ -1,18 +1,36 @@
-"""Redis as a service of the daemon: a task that publishes and hears, where `--redis` is given."""
+"""Redis as a service of the daemon: a task that publishes and hears, where `--redis` is given, and its figures."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
 from replicad.daemon.service import Answers, Feature, Host, Job, Peer
 from replicad.errors import EnvironmentRefused
-from replicad.redis.figures import RedisFigures
 from replicad.redis.intervals import RedisIntervals
 
 if TYPE_CHECKING:
     from replicad.redis.work import RedisWork
+
+PUBLISHER = Family("replicad_redis_publisher", GAUGE, "1 if this daemon has the role of the publisher, 0 if not.")
+CONNECTED = Family(
+    "replicad_redis_connected",
+    GAUGE,
+    "1 if the connection works, 0 if not; publishing only where the role is.",
+    ("use",),
+)
+LINES = Family("replicad_redis_published_lines_total", COUNTER, "Lines published to Redis.")
+WAITING = Family("replicad_redis_waiting_bytes", GAUGE, "Bytes of rows that wait for Redis.")
+BEHIND = Family(
+    "replicad_redis_overflows_total",
+    COUNTER,
+    "How often so much waited that rows were put aside, to be read from Postgres again.",
+)
+HEARD = Family("replicad_redis_heard_commands_total", COUNTER, "Commands of other processes, received over Redis.")
+REFUSED = Family("replicad_redis_refused_lines_total", COUNTER, "Received lines that are no commands, or were refused.")
+FAMILIES = (PUBLISHER, CONNECTED, LINES, WAITING, BEHIND, HEARD, REFUSED)
 
 
 class RedisService:
@@ -53,3 +71,42 @@ def feature(pace: RedisIntervals = RedisIntervals()) -> Feature:
 
 
 FEATURE = feature()
+
+
+class RedisFigures:
+    """`Source`; without `--redis` it has no values."""
+
+    def __init__(self, work: RedisWork | None) -> None:
+        self._work = work
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """`Source.families`."""
+        return FAMILIES
+
+    def samples(self) -> Iterable[Sample]:
+        """`Source.samples`."""
+        if self._work is None:
+            return
+        turns, hearing = self._work.turns, self._work.hearing
+        publisher = turns.publisher
+        yield PUBLISHER(0 if publisher is None else 1)
+        yield CONNECTED(float(hearing.connected), "hearing")
+        yield CONNECTED(float(publisher is not None and publisher.connected), "publishing")
+        yield LINES(turns.lines)
+        yield WAITING(0 if publisher is None else publisher.intake.bytes)
+        yield BEHIND(turns.overflows)
+        yield HEARD(hearing.heard)
+        yield REFUSED(hearing.refused)
+
+    def obstacles(self) -> Iterable[Obstacle]:
+        """`Source.obstacles`: none, since clients are served by TCP without Redis."""
+        return ()
+
+    def details(self) -> Iterable[Detail]:
+        """`Source.details`."""
+        return ()
+
+    def looks(self) -> Sequence[FigureQuery]:
+        """`Source.looks`."""
+        return ()

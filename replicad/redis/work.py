@@ -10,15 +10,12 @@ import trio
 from replicad.config.settings import ServerSettings
 from replicad.daemon.service import Host
 from replicad.nurseries import open_plain_nursery
-from replicad.redis.address import parse_redis
-from replicad.redis.book import PublisherBook, Turn
 from replicad.redis.hearing import Hearing
 from replicad.redis.intake import Intake
 from replicad.redis.intervals import RedisIntervals
-from replicad.redis.link import RedisLink, open_redis
-from replicad.redis.outlet import RedisOutlet
-from replicad.redis.publisher import RedisPublisher
-from replicad.redis.turn import RoleKeeper
+from replicad.redis.link import RedisLink, open_redis, parse_redis
+from replicad.redis.publisher import RedisOutlet, RedisPublisher
+from replicad.redis.role import PublisherBook, RoleKeeper, Turn
 
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound to
 USER_IPS = "USER_IP"  # Synapse says this command on a channel of its own, below that of the server

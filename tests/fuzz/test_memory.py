@@ -16,8 +16,7 @@ from trio.testing import MockClock
 from replicad.errors import RedisRefused, RedisUnavailable
 from replicad.protocol.command import Command
 from replicad.protocol.words import Side
-from replicad.redis.address import parse_redis
-from replicad.redis.link import open_redis
+from replicad.redis.link import open_redis, parse_redis
 from replicad.streams import commands as stream_commands
 from replicad.tubes import commands as tube_commands
 from tests.fuzz import hostile, live, web

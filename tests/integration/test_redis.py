@@ -32,12 +32,11 @@ from replicad.errors import (
 from replicad.postgres.bridge import Database
 from replicad.presence.repository import PresenceRepository
 from replicad.redis import following
-from replicad.redis.address import parse_redis
-from replicad.redis.figures import RedisFigures
 from replicad.redis.intervals import RedisIntervals
-from replicad.redis.link import RedisLink, open_redis
+from replicad.redis.link import RedisLink, open_redis, parse_redis
 from replicad.redis.messages import BOTH, Step, key_of
-from replicad.redis.outlet import RedisOutlet
+from replicad.redis.publisher import RedisOutlet
+from replicad.redis.service import RedisFigures
 from replicad.streams import registry
 from replicad.streams.troubles import load as load_troubles
 from tests.conftest import PATIENCE

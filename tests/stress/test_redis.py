@@ -21,9 +21,8 @@ from replicad.client.trio_client import open_client
 from replicad.config.settings import Address, ServerSettings
 from replicad.postgres.bridge import Database
 from replicad.redis import following
-from replicad.redis.address import parse_redis
 from replicad.redis.intervals import RedisIntervals
-from replicad.redis.link import open_redis
+from replicad.redis.link import open_redis, parse_redis
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces, open_daemon

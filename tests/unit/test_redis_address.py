@@ -8,7 +8,7 @@ import pytest
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.errors import UsageError
-from replicad.redis.address import parse_redis
+from replicad.redis.link import parse_redis
 from replicad.redis.work import announced_address
 
 

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError
 from replicad.reading import Unreadable
-from replicad.redis.address import parse_redis
-from replicad.redis.link import RedisLink, refused
-from replicad.redis.resp import MOST_BYTES, NOTHING, RespReader
+from replicad.redis.link import MOST_BYTES, NOTHING, RedisLink, RespReader, parse_redis, refused
 from replicad.streams.chunks import MAX_ROW
 
 ADDRESS = parse_redis("redis://:s3cret@db1")

@@ -14,8 +14,7 @@ from replicad.errors import RedisUnavailable
 from replicad.redis.intake import Intake
 from replicad.redis.intervals import RedisIntervals
 from replicad.redis.messages import COMMON, Step
-from replicad.redis.outlet import RedisOutlet
-from replicad.redis.publisher import MOST_SAID, RedisPublisher
+from replicad.redis.publisher import MOST_SAID, RedisOutlet, RedisPublisher
 
 
 class Outlet:

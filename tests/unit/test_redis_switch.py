@@ -8,8 +8,8 @@ from typing import Any, cast
 import trio
 import trio.testing
 
+from replicad.redis.handover import Switch
 from replicad.redis.messages import ALIVE, stream_channel
-from replicad.redis.switch import Switch
 
 SERVER = "example.com"
 

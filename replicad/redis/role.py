@@ -3,19 +3,25 @@
 A daemon takes the role when it is free or its beat has not changed for the time to live. It publishes only until 0.9
 of that time after it *sent* its last renewal. The term is also in Redis (publishing.lua): a publisher that was paused
 and comes back is refused there.
+
+`PublisherBook` has the role in Postgres: its term, and the published positions (docs/leases.md).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 import structlog
 import trio
 
+from replicad.beats import BeatWatch
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
-from replicad.redis.book import PublisherRole, Turn
+from replicad.postgres import schema as schemas
+from replicad.postgres.bridge import Database, quote_ident
+from replicad.postgres.statements import call_row, call_value
 from replicad.redis.intervals import RedisIntervals
 from replicad.redis.publisher import RedisPublisher
 
@@ -24,19 +30,76 @@ RELEASE_TIMEOUT = 2.0  # seconds to give the role back, best effort
 
 log = structlog.get_logger()
 
+LONGEST_GAP = 1.5  # seconds between two looks that count as watched, at most; a daemon looks every second
 
-class Book(Protocol):
-    """The part of `PublisherBook` that is needed here; its methods have the docstrings."""
+Tokens = Mapping[str, str]
 
-    async def install(self) -> None: ...
 
-    async def look(self) -> PublisherRole | None: ...
+@dataclass(frozen=True, slots=True)
+class PublisherRole:
+    """The role as it is now. `holder`: None if it is free; `silent`: for how long (s) its beat has not changed."""
 
-    async def claim(self, holder: str, seen: int | None) -> Turn | None: ...
+    holder: str | None
+    beat: int
+    silent: float
 
-    async def renew(self, term: int, tokens: Mapping[str, str]) -> bool: ...
 
-    async def release(self, term: int, tokens: Mapping[str, str]) -> None: ...
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The role, held by us under a term; `tokens`: the published positions."""
+
+    term: int
+    tokens: Tokens
+
+
+class PublisherBook:
+    """The role of one server's publisher. `now` is a monotonic clock, trio's by default.
+
+    `claims` is the pool for new terms: Redis refuses what an older term sends, so a failover must not take a term back.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        schema: str,
+        server: str,
+        now: Callable[[], float] = trio.current_time,
+        *,
+        claims: Database,
+    ) -> None:
+        self._db = db
+        self._claims = claims
+        self._name = schema
+        self._table = f"{quote_ident(schema)}.redis_publisher"
+        self._server = server
+        self._now = now
+        self._watch = BeatWatch[int](LONGEST_GAP)
+
+    async def install(self) -> None:
+        """Install or upgrade the tables. Raises DatabaseError."""
+        await schemas.install(self._db, "redis", self._name)
+
+    async def look(self) -> PublisherRole | None:
+        """The holder of the role; None if no daemon ever had it. Call it regularly."""
+        row = await self._db.fetch_row(f"SELECT holder, beat FROM {self._table} WHERE server = $1", self._server)
+        silent = self._watch.observe([] if row is None else [row["beat"]], self._now())
+        return None if row is None else PublisherRole(row["holder"], row["beat"], silent[row["beat"]])
+
+    async def claim(self, holder: str, seen: int | None) -> Turn | None:
+        """Take the role, if it is free or its beat is still `seen`; None if another has it."""
+        row = await call_row(self._claims, self._name, "redis_claim", self._server, holder, seen)
+        return None if row is None else Turn(row["term"], json.loads(row["tokens"]))
+
+    async def renew(self, term: int, tokens: Tokens) -> bool:
+        """Keep the role, and store the published positions. False: it is lost."""
+        kept: bool = await call_value(
+            self._db, self._name, "redis_renew", self._server, term, json.dumps(tokens), result="boolean"
+        )
+        return kept
+
+    async def release(self, term: int, tokens: Tokens) -> None:
+        """Give the role back."""
+        await call_value(self._db, self._name, "redis_release", self._server, term, json.dumps(tokens))
 
 
 class RoleKeeper:
@@ -44,7 +107,7 @@ class RoleKeeper:
 
     def __init__(
         self,
-        book: Book,
+        book: PublisherBook,
         holder: str,
         *,
         is_fit: Callable[[], bool],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from replicad.operations.doctor.run import CHECKS
+from replicad.operations.doctor.checks import CHECKS
 
 PAGE = Path(__file__).parents[1] / "docs/operating.md"
 SECTION = re.compile(r"(<!-- checks -->\n).*?(<!-- end of checks -->)", re.DOTALL)

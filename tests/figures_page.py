@@ -13,7 +13,7 @@ from pathlib import Path
 
 from replicad.daemon import own_figures
 from replicad.daemon.figures import Family
-from replicad.operations.http import app, exposition
+from replicad.operations.http import app, metrics
 from replicad.redis import service as of_redis
 from replicad.sender import serving as sender_serving
 from replicad.streams.serving import figures as of_streams
@@ -22,7 +22,7 @@ from replicad.tubes.serving import service as tube_service
 PAGE = Path(__file__).parents[1] / "docs/operating.md"
 SECTION = re.compile(r"(<!-- figures of ([A-Za-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PARTS: dict[str, Sequence[Family]] = {
-    "the exporter": (*app.FAMILIES, exposition.LEFT_OUT),
+    "the exporter": (*app.FAMILIES, metrics.LEFT_OUT),
     "the daemon": own_figures.FAMILIES,
     "streams": of_streams.FAMILIES,
     "tubes": tube_service.FAMILIES,

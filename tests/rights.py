@@ -16,8 +16,7 @@ from pathlib import Path
 
 from replicad.config.settings import DatabaseSettings
 from replicad.errors import StreamRefused
-from replicad.operations.doctor.declared import Level
-from replicad.operations.doctor.run import CHECKS, examine
+from replicad.operations.doctor.checks import CHECKS, Level, examine
 from replicad.operations.doctor.seen import Evidence
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database

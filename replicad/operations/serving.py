@@ -1,20 +1,60 @@
 """What operators see of a daemon, as a service: its beats in the database and, with `--http`, the pages.
 
 Without the option nothing of HTTP is imported.
+
+By its beats the daemon reports itself in its database, so that every machine sees which daemons there are.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
+from importlib import metadata
+from uuid import uuid4
+
+import trio
 
 from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Service
 from replicad.errors import UsageError
-from replicad.operations.beats import Beats
+from replicad.streams import daemons
 
 STATUS = "status"  # the right to see /status, /clients, /metrics, and the data of the console
 REPLAY = "replay"  # the right to put parked ids back into a tube
 _PACKAGES = ("h11", "prometheus_client")
+
+INTERVAL = daemons.INTERVAL
+LAST = 1.0  # seconds for the last word, when the daemon stops
+
+
+class Beats:
+    """Sends the beats of this daemon."""
+
+    def __init__(self, host: Host) -> None:
+        self._db = host.pools.housekeeping
+        self._troubles = host.troubles
+        self._schema = host.settings.database.stream_schema
+        self._life = daemons.Life(
+            uuid4(),
+            host.settings.server_name,
+            os.getpid(),
+            [str(address) for address in host.addresses],
+            metadata.version("replicad"),
+        )
+        self._began = trio.current_time()
+
+    async def run(self) -> None:
+        """Send beats until cancelled; then leave."""
+        try:
+            while True:
+                with self._troubles.contain("service", "beats", "write"):
+                    age = trio.current_time() - self._began
+                    await daemons.beat(self._db, self._life, age, schema=self._schema)
+                await trio.sleep(INTERVAL)
+        finally:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + LAST):
+                with self._troubles.contain("service", "beats", "leave"):
+                    await daemons.leave(self._db, self._life, schema=self._schema)
 
 
 class StatusService:

@@ -37,8 +37,8 @@ from replicad.errors import (
     SchemaTooNew,
     StandbyRefused,
 )
-from replicad.operations import beats
-from replicad.operations.http.looks import Looks
+from replicad.operations import serving
+from replicad.operations.http.metrics import Looks
 from replicad.positions.horizon import Horizon
 from replicad.postgres.bridge import Database, load_sql
 from replicad.postgres.connection import Connection, Notices
@@ -113,7 +113,7 @@ def other_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that no setting of a test changes."""
     monkeypatch.setattr(poller, "BELL_RETRY", 0.02)
     monkeypatch.setattr(catchups, "SWEEP", 0.02)
-    monkeypatch.setattr(beats, "INTERVAL", 0.02)
+    monkeypatch.setattr(serving, "INTERVAL", 0.02)
     monkeypatch.setattr(audit, "IDLE_SHARE", 10.0)
     restarts = Restarts(first=0.01, longest=0.02, steady=0.2)
     run_once = supervision._run_once

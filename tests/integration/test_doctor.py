@@ -14,8 +14,7 @@ import trio
 
 from replicad.config.settings import Address, DatabaseSettings, ServerSettings
 from replicad.errors import ConnectionLost, DatabaseUnavailable
-from replicad.operations.doctor.declared import Check, Finding, Level
-from replicad.operations.doctor.run import CHECKS, examine
+from replicad.operations.doctor.checks import CHECKS, Check, Finding, Level, examine
 from replicad.operations.doctor.seen import Evidence, Thresholds
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, troubles

@@ -9,8 +9,7 @@ import trio
 
 from replicad.config.settings import DatabaseSettings
 from replicad.errors import DatabaseError
-from replicad.operations.doctor.database_checks import DATABASE_CHECKS
-from replicad.operations.doctor.declared import Level
+from replicad.operations.doctor.checks import DATABASE_CHECKS, Level
 from replicad.operations.doctor.seen import Evidence
 from replicad.postgres.bridge import Database
 from replicad.streams import registry, status

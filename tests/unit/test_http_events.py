@@ -11,8 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from replicad.client.follower import Follower
 from replicad.errors import BadToken
-from replicad.operations.http.events import Events, Translations
-from replicad.operations.http.live import EventStream
+from replicad.operations.http.live import Events, EventStream, Translations
 from replicad.protocol.commands import CORE
 from replicad.protocol.words import Side
 from replicad.streams.commands import COMMANDS

@@ -17,7 +17,7 @@ from replicad.terminal.database import database_url, run_async
 from replicad.terminal.output import as_json_line, echo
 
 if TYPE_CHECKING:
-    from replicad.operations.doctor.declared import Check, Finding
+    from replicad.operations.doctor.checks import Check, Finding
 
 _COLOURS = {0: None, 1: "yellow", 2: "red"}
 _NAGIOS = {0: "OK", 1: "WARNING", 2: "CRITICAL"}
@@ -55,7 +55,7 @@ def command(as_json: bool, nagios: bool, http: str | None, **options: Any) -> in
 
 
 async def _examine(options: Mapping[str, Any], http: str | None, show: Any) -> Sequence[tuple[Check, Finding]]:
-    from replicad.operations.doctor.run import examine
+    from replicad.operations.doctor.checks import examine
     from replicad.operations.doctor.seen import Evidence
     from replicad.postgres.bridge import open_database
 

@@ -18,10 +18,9 @@ from replicad.daemon.figures import GAUGE, Family, Obstacle, Sample
 from replicad.daemon.service import Host
 from replicad.operations.http.console import FILES, Console
 from replicad.operations.http.entry import Caller, calling, refuse_controls
-from replicad.operations.http.exposition import Exposition
 from replicad.operations.http.live import Live
-from replicad.operations.http.looks import AGE, FAILURES, Looks
 from replicad.operations.http.messages import Answer, Refused, Request
+from replicad.operations.http.metrics import AGE, FAILURES, Exposition, Looks
 from replicad.operations.http.streams import RowsPage
 from replicad.operations.http.surroundings import Surroundings
 from replicad.operations.http.wire import Ended

@@ -19,9 +19,8 @@ from replicad.daemon.access import AccessControl, ClientAccess
 from replicad.daemon.figures import Detail, Obstacle, Sample
 from replicad.daemon.service import HangUp
 from replicad.errors import Forbidden, NotAuthorised
-from replicad.operations.http.browsers import Shown, token_in
+from replicad.operations.http.browsers import Origins, Shown, token_in
 from replicad.operations.http.messages import Refused, Request
-from replicad.operations.http.origins import Origins
 from replicad.protocol.states import CloseReason
 
 NO_WORD = "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH"

@@ -23,8 +23,8 @@ from replicad.daemon.turns import Turns
 from replicad.operations.http import wire
 from replicad.operations.http.app import HttpPages
 from replicad.operations.http.guests import Desk, Guest
-from replicad.operations.http.looks import LookIntervals, Looks
 from replicad.operations.http.messages import Refused, Request, split_target
+from replicad.operations.http.metrics import LookIntervals, Looks
 from replicad.operations.http.surroundings import Surroundings
 from replicad.streams.serving.trouble_book import daemon_name
 

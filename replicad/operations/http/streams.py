@@ -2,11 +2,15 @@
 
 They are programs' interfaces, so errors are JSON. Rows, tokens and refusals come from the services that
 serve clients of the protocol.
+
+The JSON of a row is made of its line of RDATA: `{"instance":"master","token":54,"row":...}`. The row stays as it is.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import blake2b
 
 import structlog
@@ -16,12 +20,10 @@ from replicad.daemon.fairness import Asker
 from replicad.daemon.inside import PageRequest, RowPage
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError
-from replicad.operations.http.browsers import KEPT
+from replicad.operations.http.browsers import KEPT, Origins
 from replicad.operations.http.entry import Caller, calling
 from replicad.operations.http.messages import Answer, Refused, Request
-from replicad.operations.http.origins import Origins
 from replicad.operations.http.problems import BadRequest, Problem, problem_of, problem_of_refusal
-from replicad.operations.http.row_json import row_json
 from replicad.operations.http.wire import Ended
 from replicad.streams.commands import Replicate
 
@@ -166,3 +168,13 @@ async def _rendered(page: RowPage) -> bytes:
         _, _, instance, token, row = line.split(b" ", 4)
         found.append(row_json(instance, token, row))
     return b"\n".join([*found, b""]) if found else b""
+
+
+def row_json(instance: bytes, token: bytes, row: bytes) -> bytes:
+    """The JSON of a line of RDATA, on one line. `token` is null if more rows with the same token follow (`batch`)."""
+    return b"".join((_opening(instance), b"null" if token == b"batch" else token, b',"row":', row, b"}"))
+
+
+@lru_cache(maxsize=1024)
+def _opening(instance: bytes) -> bytes:
+    return b'{"instance":%s,"token":' % json.dumps(instance.decode(), ensure_ascii=False).encode()

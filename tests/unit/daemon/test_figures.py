@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from replicad.daemon.figures import COUNTER, GAUGE, Family, FigureQuery, Figures, Sample
 from replicad.daemon.troubles import Troubles
-from replicad.operations.http import exposition, looks
+from replicad.operations.http import metrics
 from replicad.positions.horizon import Holder, HolderKind, Reading
 from replicad.streams.serving.served_stream import MARKS, Lag
 from tests import figures_page as page
@@ -107,22 +107,22 @@ EVENTS = Family("replicad_events_total", COUNTER, "Events.")
 
 
 async def test_a_figure_has_a_bounded_number_of_series_and_says_how_many_are_missing() -> None:
-    page = exposition.Exposition([SIZE, EVENTS])
+    page = metrics.Exposition([SIZE, EVENTS])
 
     def many() -> Iterator[Sample]:
-        yield from (SIZE(number, f"s{number}") for number in range(exposition.MAX_SERIES + 7))
+        yield from (SIZE(number, f"s{number}") for number in range(metrics.MAX_SERIES + 7))
         yield EVENTS(3)
 
     text, _ = await page.page("", "", many, lambda _: True)
-    assert text.count(b"\nreplicad_some_bytes{") == exposition.MAX_SERIES
+    assert text.count(b"\nreplicad_some_bytes{") == metrics.MAX_SERIES
     assert b'replicad_series_left_out{figure="replicad_some_bytes"} 7.0\n' in text
     assert b"\nreplicad_events_total 3.0\n" in text
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
 async def test_a_family_of_many_slices_has_one_head_and_the_page_one_end(accept: str) -> None:
-    page = exposition.Exposition([SIZE, EVENTS])
-    number = 3 * exposition.SLICE + 1
+    page = metrics.Exposition([SIZE, EVENTS])
+    number = 3 * metrics.SLICE + 1
     samples = [SIZE(1, f"# s{one}") for one in range(number)]
     text, _ = await page.page("", accept, lambda: [*samples, EVENTS(2)], lambda _: True)
     lines = text.decode().splitlines()
@@ -134,7 +134,7 @@ async def test_a_family_of_many_slices_has_one_head_and_the_page_one_end(accept:
 
 
 async def test_labels_with_any_characters_stay_on_their_line() -> None:
-    page = exposition.Exposition([SIZE])
+    page = metrics.Exposition([SIZE])
     text, _ = await page.page("", "", lambda: [SIZE(1, 'a"b\\c\nreplicad_ready 1')], lambda _: True)
     assert b'replicad_some_bytes{stream="a\\"b\\\\c\\nreplicad_ready 1"} 1.0\n' in text
 
@@ -150,13 +150,13 @@ async def test_other_tasks_run_while_samples_are_gathered() -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(count)
-        await exposition.gather([EVENTS], (EVENTS(1) for _ in range(10 * exposition.SLICE)), lambda _: True)
+        await metrics.gather([EVENTS], (EVENTS(1) for _ in range(10 * metrics.SLICE)), lambda _: True)
         nursery.cancel_scope.cancel()
     assert turns >= 5
 
 
 async def test_one_client_is_never_given_the_page_of_another() -> None:
-    page = exposition.Exposition([SIZE])
+    page = metrics.Exposition([SIZE])
     samples = [SIZE(1, "mine"), SIZE(1, "secret")]
     whole, _ = await page.page("", "", lambda: samples, lambda _: True)
     part, _ = await page.page("billing", "", lambda: samples, lambda one: one.labels == ("mine",))
@@ -188,8 +188,8 @@ class Source:
 async def test_a_look_is_bounded_shared_counted_and_forgotten(autojump_clock: trio.testing.MockClock) -> None:
     figures, source, troubles = Figures(), Source(), Troubles()
     figures.add(source)  # type: ignore[arg-type]
-    pace = looks.LookIntervals()
-    some = looks.Looks(figures, troubles, pace)
+    pace = metrics.LookIntervals()
+    some = metrics.Looks(figures, troubles, pace)
 
     def shown() -> dict[str, float]:
         return {one.family.name: one.value for one in some.samples()}

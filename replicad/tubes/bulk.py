@@ -16,9 +16,9 @@ from replicad.postgres.bridge import Database
 from replicad.postgres.statements import call_value
 from replicad.protocol.tokens import Cursor
 from replicad.tubes import columns
-from replicad.tubes.ahead import Pass, read_ahead
 from replicad.tubes.columns import Columns
 from replicad.tubes.commands import Part
+from replicad.tubes.pods import Pass, read_ahead
 
 ROWS = 16  # a statement returns at most: see tube_columns_sql
 MAX_PODS = 128  # per row, so that no piece exceeds 25 MB even when pods of 8 kB each follow small ones

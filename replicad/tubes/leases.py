@@ -3,13 +3,21 @@
 A lease is a row with a term (unique to this lease) and a beat (unique to each renewal). A lease is expired when its
 beat has not changed for `ttl` seconds (`replicad.beats`). CLAIM then replaces the row, but only if the beat still has
 the value that was seen. The SQL functions refuse an old term.
+
+A lease has a holder: its name and client, and the connection or the key that the lease is bound to. The holder is
+stored as `NAME TAG`. The name is what lists and errors show; with an access file the client's name and a `/` stand
+before it. The tag is made of the connection that claimed the lease, or of the key that the client gave behind a
+`!` in `holder=NAME!KEY`. Two claims under one name have the same lease only if they have the same tag. When the
+connection has ended, the tag is removed, and the next claim under the name gets the lease, with a new term.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 
 import trio
 
@@ -18,15 +26,52 @@ from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.commands import Lease, Part
-from replicad.tubes.holders import LeaseHolder
 
 LONGEST_GAP = 1.5  # seconds; a longer gap between two looks counts as this. A daemon looks every second
+
+_TAG = re.compile(r" [ck][0-9a-f]{32}\b")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHolder:
+    """Who claims a lease. `by_connection`: the lease is bound to the connection, not to a key."""
+
+    name: str
+    tag: str
+
+    @property
+    def stored(self) -> str:
+        """The text in `tube_lease`."""
+        return f"{self.name} {self.tag}"
+
+    @property
+    def by_connection(self) -> bool:
+        """Whether the lease is bound to the connection, not to a key."""
+        return self.tag.startswith("c")
+
+
+def holder_of(given: str, client: str, connection: str) -> LeaseHolder:
+    """The holder that a CLAIM means. `given`: `NAME` or `NAME!KEY`; `connection`: unique among all daemons."""
+    name, mark, key = given.partition("!")
+    kind, secret = ("k", key) if mark else ("c", connection)
+    tag = kind + sha256(f"{client} {secret}".encode()).hexdigest()[:32]
+    return LeaseHolder(f"{client}/{name}" if client else name, tag)
+
+
+def belongs_to(stored: str, client: str) -> bool:
+    """Whether a stored holder belongs to this client of the access file."""
+    return stored.startswith(f"{client}/")
+
+
+def without_tags(text: str) -> str:
+    """A message of Postgres with the names of holders only."""
+    return _TAG.sub("", text)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
     """A lease, and for how many seconds this watcher has seen its beat unchanged (`silent`). `ttl` is in seconds.
-    `holder` is stored as in `replicad.tubes.holders`.
+    `holder` is stored as in `replicad.tubes.leases`.
     """
 
     tube: str

@@ -4,23 +4,29 @@ Few and small pods are read in one statement instead: a worker that waits gets n
 
 The caller passes the tube's position (docs/positions.md), and nothing above it is read: above it a transaction that
 commits late can still add a pod with a lower seq, which would be skipped.
+
+`LowMarks` tells Postgres, after so many acks of a partition, from where reads of it may begin. Acked pods stay in the
+index until VACUUM removes them, and a transaction with an old snapshot can prevent that for hours. A read from the
+start would pass all of them. The marks are in the table `tube_low`; every read uses them.
+
+`read_ahead` reads what follows of an answer while a piece is being sent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import structlog
 import trio
 
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_value, statement
 from replicad.protocol.tokens import Cursor
-from replicad.tubes.ahead import Pass, read_ahead
 from replicad.tubes.commands import CursorAt, Part
-from replicad.tubes.low import LowMarks
 
 MOST_BYTES = 4 << 20  # that wait for a reader, and a line; beyond it the COPY is cancelled, and continued later
 NEXT_BYTES = 2 << 20  # read at a time, once that has happened, by the size of the pods before
@@ -30,6 +36,15 @@ FEW_PODS = 32  # that are read without a plan; more than that are soon worth a p
 FEW_BYTES = 64 << 10  # of their ids and payloads as Postgres stores them
 
 RenewLease = Callable[[], Awaitable[None]]  # renews the lease when it is time
+
+MARK_EVERY = 2000  # acked pods of a partition between two moves; a read passes about as many: 0.2 ms
+MARK_PAUSE = 0.25  # seconds between two moves at least: each takes 3 ms, which a worker that empties a partition waits
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+Pass = Callable[[T], Awaitable[None]]  # passes one piece on
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,3 +336,70 @@ class _ReadBuffer:
 
 class _Enough(Exception):
     """The COPY is to be cancelled."""
+
+
+class LowMarks:
+    """Counts the acks of each partition. `db` is a pool for short statements."""
+
+    def __init__(self, db: Database, schema: str) -> None:
+        self._db = db
+        self._schema = schema
+        self._positions: dict[tuple[str, Part], int] = {}
+        self._acked: dict[tuple[str, Part], int] = {}
+        self._moved: dict[tuple[str, Part], float] = {}
+
+    def note_position(self, tube: str, part: Part, position: int) -> None:
+        """A read has used this position: no pod can appear at or below it."""
+        self._positions[tube, part] = position
+
+    def keep_only(self, tubes: Collection[str]) -> None:
+        """Forget the other tubes."""
+        for known in (self._positions, self._acked, self._moved):
+            for key in [key for key in known if key[0] not in tubes]:
+                del known[key]
+
+    async def note_acks(self, tube: str, part: Part, pods: int) -> None:
+        """So many pods were acked. If it is time, move the mark. A failure is logged; then reads only take longer."""
+        key = tube, part
+        acked = self._acked.get(key, 0) + pods
+        self._acked[key] = acked
+        now = trio.current_time()
+        if acked < MARK_EVERY or key not in self._positions or now < self._moved.get(key, -MARK_PAUSE) + MARK_PAUSE:
+            return
+        self._acked[key], self._moved[key] = 0, now
+        where = (tube, part.partitions, part.partition)
+        try:
+            await call_value(self._db, self._schema, "tube_low_raise", *where, self._positions[key])
+        except DatabaseError as error:
+            log.warning("low_mark_not_moved", tube=tube, part=str(part), error=str(error))
+
+
+async def read_ahead(fetch: Callable[[Pass[T]], Awaitable[None]], take: Pass[T], *, waiting: float = 0) -> None:
+    """Run `fetch`, which passes pieces on one after another, and `take` with each of them.
+
+    So many pieces may wait to be taken: none, so that at most two are in memory, or any number (`math.inf`), if `fetch`
+    bounds them itself.
+
+    Raises their first exception, not in an exception group. Pieces may have been taken before.
+    """
+    failure: Exception | None = None
+    ahead, pieces = trio.open_memory_channel[T](waiting)
+
+    async def run() -> None:
+        nonlocal failure
+        async with ahead:
+            try:
+                await fetch(ahead.send)
+            except Exception as error:  # noqa: BLE001 - raised again below
+                failure = error
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        try:
+            async for piece in pieces:
+                await take(piece)
+        except Exception as error:  # noqa: BLE001 - raised again below
+            failure = failure or error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure

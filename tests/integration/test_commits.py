@@ -25,8 +25,7 @@ from replicad.sender.items import START, Order, Pdu
 from replicad.sender.store import Entry, Recording, SenderStore, open_store
 from replicad.streams import acks, registry
 from replicad.tubes.commands import Part
-from replicad.tubes.holders import LeaseHolder
-from replicad.tubes.leases import LeaseBook
+from replicad.tubes.leases import LeaseBook, LeaseHolder
 from replicad.tubes.pods import PodBook
 from tests.conftest import FAST, PATIENCE, install, psql, server_folder
 from tests.daemons import open_daemon

@@ -7,8 +7,7 @@ import json
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.commands import Part
-from replicad.tubes.low import EVERY
-from replicad.tubes.pods import PodBook, PodReadBounds
+from replicad.tubes.pods import MARK_EVERY, PodBook, PodReadBounds
 
 FILL = """
     INSERT INTO tube.a (op, shard, ids)
@@ -65,8 +64,8 @@ async def test_a_daemon_moves_the_mark_while_its_workers_ack(db: Database) -> No
     last = await db.fetch_value("SELECT max(seq) FROM tube.a")
     term = await db.fetch_value(CLAIM, 2)
     book, part, start = PodBook(db, db, db, "tube"), Part(0, 2), Cursor(0, 0)
-    planned = await book.plan("a", part, term, start, PodReadBounds(last, EVERY))
-    assert await book.ack_upto("a", part, term, start, planned.cursor) == EVERY
+    planned = await book.plan("a", part, term, start, PodReadBounds(last, MARK_EVERY))
+    assert await book.ack_upto("a", part, term, start, planned.cursor) == MARK_EVERY
     first = await db.fetch_value("SELECT min(seq) FROM tube.a WHERE shard % 2 = 0 AND op <> 'B'")
     mark = "SELECT seq FROM tube.tube_low WHERE (partitions, partition) = (2, 0) AND NOT backfill"
     assert await db.fetch_value(mark) == first - 1

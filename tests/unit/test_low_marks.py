@@ -10,7 +10,7 @@ import trio.testing
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
 from replicad.tubes.commands import Part
-from replicad.tubes.low import EVERY, PAUSE, LowMarks
+from replicad.tubes.pods import MARK_EVERY, MARK_PAUSE, LowMarks
 
 
 class Calls:
@@ -30,22 +30,22 @@ async def test_a_mark_moves_once_in_thousands_of_acks_up_to_the_position_of_the_
 ) -> None:
     db = Calls()
     marks = LowMarks(cast("Database", db), "tube")
-    half = EVERY // 2
-    await marks.note_acks("a", Part(0, 2), EVERY)  # nothing was read here: the position is unknown
+    half = MARK_EVERY // 2
+    await marks.note_acks("a", Part(0, 2), MARK_EVERY)  # nothing was read here: the position is unknown
     assert db.seen == []
     marks.note_position("a", Part(0, 2), 70)
     marks.note_position("a", Part(1, 2), 80)
     await marks.note_acks("a", Part(0, 2), 1)  # refused, and logged only
-    await trio.sleep(PAUSE)
+    await trio.sleep(MARK_PAUSE)
     await marks.note_acks("a", Part(0, 2), half)
     await marks.note_acks("a", Part(1, 2), half)
     assert db.seen == [("a", 2, 0, 70)]
     marks.note_position("a", Part(0, 2), 90)
-    await trio.sleep(PAUSE)
+    await trio.sleep(MARK_PAUSE)
     await marks.note_acks("a", Part(0, 2), half)
     assert db.seen == [("a", 2, 0, 70), ("a", 2, 0, 90)]
     marks.keep_only(["b"])
-    await marks.note_acks("a", Part(1, 2), EVERY)
+    await marks.note_acks("a", Part(1, 2), MARK_EVERY)
     assert len(db.seen) == 2
 
 
@@ -55,8 +55,8 @@ async def test_a_partition_that_is_emptied_fast_moves_its_mark_a_few_times_a_sec
     db = Calls()
     marks = LowMarks(cast("Database", db), "tube")
     for acked in range(1, 101):
-        marks.note_position("a", Part(0, 2), acked * EVERY)
-        await marks.note_acks("a", Part(0, 2), EVERY)
-        await trio.sleep(PAUSE / 10)
+        marks.note_position("a", Part(0, 2), acked * MARK_EVERY)
+        await marks.note_acks("a", Part(0, 2), MARK_EVERY)
+        await trio.sleep(MARK_PAUSE / 10)
     assert len(db.seen) == 10
     assert 8 <= len(db.seen) <= 11  # 2.5 seconds

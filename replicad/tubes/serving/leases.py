@@ -21,8 +21,7 @@ from replicad.daemon.service import Peer
 from replicad.daemon.troubles import Troubles
 from replicad.errors import LeaseLost
 from replicad.tubes.commands import Claim, Lease, Part
-from replicad.tubes.holders import LeaseHolder, belongs_to, holder_of, without_tags
-from replicad.tubes.leases import LeaseBook, LeaseView
+from replicad.tubes.leases import LeaseBook, LeaseHolder, LeaseView, belongs_to, holder_of, without_tags
 
 LAST_WRITE = 1.0  # seconds at the end of the daemon to release the leases of its connections
 

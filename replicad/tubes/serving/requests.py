@@ -39,8 +39,7 @@ from replicad.tubes.commands import (
     Report,
     Tube,
 )
-from replicad.tubes.holders import LeaseHolder, without_tags
-from replicad.tubes.leases import LeaseBook
+from replicad.tubes.leases import LeaseBook, LeaseHolder, without_tags
 from replicad.tubes.pods import PodBook, PodReadBounds, Span
 from replicad.tubes.serving.known import KnownTubes
 from replicad.tubes.serving.leases import Ownership, Renewals

@@ -29,8 +29,7 @@ from replicad.errors import LeaseHeld, TubeError
 from replicad.protocol.tokens import Cursor
 from replicad.tubes import backfill, bulk
 from replicad.tubes.commands import Part, Ready
-from replicad.tubes.holders import LeaseHolder, without_tags
-from replicad.tubes.leases import LeaseView
+from replicad.tubes.leases import LeaseHolder, LeaseView, without_tags
 from replicad.tubes.pods import PodBook
 
 

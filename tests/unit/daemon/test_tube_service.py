@@ -18,8 +18,7 @@ from replicad.postgres.bridge import Sink
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
-from replicad.tubes.holders import LeaseHolder
-from replicad.tubes.leases import LeaseView
+from replicad.tubes.leases import LeaseHolder, LeaseView
 from replicad.tubes.pods import PodReadBounds, Span, TubeInfo
 from replicad.tubes.serving.requests import Books
 from replicad.tubes.serving.service import TubeService

@@ -19,8 +19,7 @@ from replicad.terminal.output import as_json_line, echo, progress
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
     from replicad.terminal.desired.changes import Difference
-    from replicad.terminal.desired.section import TargetDatabase
-    from replicad.terminal.desired.toml import Wanted
+    from replicad.terminal.desired.section import TargetDatabase, Wanted
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ def read(file: Path) -> Wanted:
     Raises:
         UsageError: something in it is wrong. All mistakes are printed, a line each; the error is the last of them.
     """
-    from replicad.terminal.desired.toml import read_file
+    from replicad.terminal.desired.section import read_file
 
     wanted, faults = read_file(file, sections())
     for fault in faults[:-1]:
@@ -165,7 +164,7 @@ def export(**options: Any) -> None:
     it, nor are backfills.
     """
     from replicad.terminal.desired.changes import present_objects
-    from replicad.terminal.desired.toml import render
+    from replicad.terminal.desired.section import render
 
     found = on_place(options, lambda place: present_objects(place, sections()))
     echo(render(found, sections()), nl=False)

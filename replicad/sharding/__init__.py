@@ -1,7 +1,7 @@
 """Sharded writers: the writers of one stream divide its keys among themselves (docs/sharded-writers.md).
 
-planning.py decides which writer should own which slot; it has no connection and no clock. holdings.py keeps the slots
-of one writer. keeper.py yields the queries that maintain the membership; writer.py runs them for programs on trio,
+holdings.py decides which writer should own which slot, and keeps the slots of one writer; it has no connection and no
+clock. keeper.py yields the queries that maintain the membership; writer.py runs them for programs on trio,
 blocking_writer.py for programs without async. admin.py is for the command line. Postgres enforces the rules
 (sharding/sql, docs/leases.md). Nothing here knows the content of the writes.
 """
@@ -14,8 +14,7 @@ from replicad.exports import exported
 
 if TYPE_CHECKING:
     from replicad.sharding.blocking_writer import BlockingShardedWriter
-    from replicad.sharding.holdings import KeyOwner, ShardedWriterStatistics
-    from replicad.sharding.planning import slot_of
+    from replicad.sharding.holdings import KeyOwner, ShardedWriterStatistics, slot_of
     from replicad.sharding.writer import ShardedWriter, open_sharded_writer
 
 __all__ = [
@@ -33,7 +32,7 @@ __getattr__ = exported(
         "BlockingShardedWriter": "blocking_writer",
         "KeyOwner": "holdings",
         "ShardedWriterStatistics": "holdings",
-        "slot_of": "planning",
+        "slot_of": "holdings",
         "ShardedWriter": "writer",
         "open_sharded_writer": "writer",
     },

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 from replicad.eventlog import get_logger
 from replicad.postgres.dbapi import DbApi, close_quietly, roll_back_quietly, run, sqlstate_of
-from replicad.sharding.holdings import Holdings, KeyOwner, ShardedWriterStatistics
+from replicad.sharding.holdings import Holdings, KeyOwner, ShardedWriterStatistics, Slot
 from replicad.sharding.keeper import LEAVE, TTL, Ask, MembershipKeeper
-from replicad.sharding.planning import Slot
 from replicad.sqlstates import NOT_OWNER, means
 from replicad.streams.queries import SCHEMA
 from replicad.streams.row_text import wire_instance

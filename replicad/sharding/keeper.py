@@ -15,8 +15,7 @@ from replicad.beats import BeatWatch
 from replicad.errors import InstanceTaken
 from replicad.eventlog import get_logger
 from replicad.postgres.statements import rows_call
-from replicad.sharding.holdings import Holdings
-from replicad.sharding.planning import Slot, View, WriterMember
+from replicad.sharding.holdings import Holdings, Slot, View, WriterMember
 
 log = get_logger(__name__)
 

@@ -20,9 +20,8 @@ from replicad.postgres.bridge import Connection, Database, Notices
 from replicad.postgres.literals import fill, quote_argument
 from replicad.postgres.statements import value_call
 from replicad.sharding.admin import require_installed
-from replicad.sharding.holdings import Holdings, KeyOwner, ShardedWriterStatistics
+from replicad.sharding.holdings import Holdings, KeyOwner, ShardedWriterStatistics, Slot
 from replicad.sharding.keeper import LEAVE, TTL, Asks, MembershipKeeper
-from replicad.sharding.planning import Slot
 from replicad.streams.queries import SCHEMA
 from replicad.streams.row_text import wire_instance
 

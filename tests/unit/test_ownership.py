@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from replicad.sharding.holdings import DRAIN, POSTPONE, TRUST, Holdings
-from replicad.sharding.planning import Slot, View, WriterMember, moves, plan, slot_of
+from replicad.sharding.holdings import DRAIN, POSTPONE, TRUST, Holdings, Slot, View, WriterMember, moves, plan, slot_of
 
 NAMES = "abcdefg"
 

@@ -18,8 +18,7 @@ from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseUnavailable, ReplicadError, SchemaMissing
 from replicad.postgres.bridge import Connection, Database
 from replicad.postgres.connection import Isolation
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, described
-from replicad.terminal.desired.toml import Wanted, value_of
+from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, Wanted, described, value_of
 from replicad.terminal.failures import as_commands
 from replicad.terminal.output import Report, silently
 

@@ -24,7 +24,8 @@ class StateView(enum.Flag):
     NONE = 0
     LIST = enum.auto()  # the table of `replicad ... list`
     SHOW = enum.auto()  # `replicad ... show`, and --json of both
-    TOP = enum.auto()  # `replicad top` and `replicad status`, also with --json
+    TOP = enum.auto()  # the tables of `replicad top` and `replicad status`
+    TOP_JSON = enum.auto()  # the same with --json
     STATUS = enum.auto()  # /status
     CONSOLE = enum.auto()  # the table of the console, which is made of /status
 
@@ -37,6 +38,17 @@ class ConsoleForm(enum.StrEnum):
     STATE = "state"
     HOLDER = "holder"
     PROBLEM = "problem"
+    LABEL = "label"  # a number that counts nothing
+    SOME = "some"  # a number; nothing for 0
+    FAILED = "failed"  # the same, marked
+    READER = "reader"
+    LEASE = "lease"
+    OWN_NAME = "own_name"
+    ALIVE = "alive"
+    LIST = "list"
+    HOST = "host"
+    TIME = "time"
+    AGO = "ago"
 
 
 def _nothing(_: object) -> None:
@@ -48,10 +60,10 @@ class StateColumn(Generic[Shown]):
     """One fact.
 
     `name`: its key in JSON and its heading in tables of commands; `label`: its heading in the console. `of`: its value
-    in JSON. `text`: its value in a table for people, where that differs. `rare`: a list leaves it out where no row has
-    a value. `spare`: `top` leaves it out where the terminal is too narrow.
-    `figure`: the exported figure. Its only label is the name of the thing and its value is `of`, or it is missing if
-    that is None. Figures with more labels have `samples`.
+    in JSON. `text`: its value in a table for people, where that differs. `rare`: a table leaves it out where no row has
+    a value. `spare`: `top` leaves it out where the terminal is too narrow, 1 first; 0: never.
+    `figure`: the exported figure. Its labels name the thing and its value is `of`, or it is missing if that is None.
+    Figures with more labels have `samples`.
     """
 
     name: str
@@ -61,16 +73,16 @@ class StateColumn(Generic[Shown]):
     label: str = ""
     form: ConsoleForm = ConsoleForm.PLAIN
     rare: bool = False
-    spare: bool = False
+    spare: int = 0
     figure: Family | None = None
     samples: Callable[[Shown], Iterable[Sample]] | None = None
 
 
 class StateColumns(Generic[Shown]):
-    """The columns of one kind of things, in the order of all views. `name_of`: the name that labels figures."""
+    """The columns of one kind of things, in the order of all views. `labels_of`: the labels of its figures."""
 
-    def __init__(self, name_of: Callable[[Shown], str], columns: Sequence[StateColumn[Shown]]) -> None:
-        self._name_of = name_of
+    def __init__(self, labels_of: Callable[[Shown], tuple[str, ...]], columns: Sequence[StateColumn[Shown]]) -> None:
+        self._labels_of = labels_of
         self._columns = tuple(columns)
         self.families = tuple(one.figure for one in columns if one.figure is not None)
 
@@ -92,7 +104,11 @@ class StateColumns(Generic[Shown]):
 
     def headings(self, view: StateView, rows: Sequence[Mapping[str, object]]) -> list[str]:
         """The names of the columns of a view that a table with these rows has."""
-        return [one.name for one in self.of(view) if not one.rare or any(row[one.name] for row in rows)]
+        return [one.name for one in self.of(view) if not one.rare or any(row.get(one.name) for row in rows)]
+
+    def spare(self, view: StateView) -> list[str]:
+        """The names of the columns that a view may leave out, in this order."""
+        return [one.name for one in sorted(self.of(view), key=lambda one: one.spare) if one.spare]
 
     def samples(self, shown: Shown) -> Iterable[Sample]:
         """The values of all figures."""
@@ -103,4 +119,4 @@ class StateColumns(Generic[Shown]):
                 value = one.of(shown)
                 if value is not None:
                     assert isinstance(value, int | float), one.name
-                    yield one.figure(value, self._name_of(shown))
+                    yield one.figure(value, *self._labels_of(shown))

@@ -103,6 +103,7 @@ class Island:
     async def _daemons(self, db: Database) -> tuple[list[Row], list[str]]:
         """The rows of daemons, by name, and sentences. Without the streams' SQL: none."""
         from replicad.streams import daemons
+        from replicad.streams.daemons import DAEMON_COLUMNS
 
         try:
             found = await daemons.load(db, schema=self.settings.stream_schema)
@@ -116,15 +117,7 @@ class Island:
             {
                 "kind": "daemon",
                 "tube": None,
-                "daemon": one.name,
-                "pid": one.pid,
-                "host": one.host,
-                "address": ", ".join(one.addresses),
-                "version": one.version,
-                "started_at": one.started_at.isoformat(),
-                "seen_at": one.seen_at.isoformat(),
-                "up_s": one.up_s,
-                "silent_s": one.silent_s,
+                **DAEMON_COLUMNS.fields(StateView.TOP_JSON, one),
                 "state": one.state,
                 "wrong": not one.alive,
             }
@@ -145,7 +138,7 @@ class Island:
         return {
             "kind": "stream",
             "tube": None,
-            **COLUMNS.fields(StateView.TOP, one),
+            **COLUMNS.fields(StateView.TOP_JSON, one),
             "state": ", ".join(trouble) or "ok",
             "wrong": bool(trouble),
         }
@@ -168,6 +161,8 @@ class Island:
         return silent
 
     def _row(self, row: Row, now: float, fault: str | None, silent: Mapping[int, float]) -> Row:
+        from replicad.tubes.picture import PARTITION_COLUMNS, PartitionPicture
+
         moved_in, moved_out = row.pop("moved_in") or 0, row.pop("moved_out") or 0
         beat, ttl, _ = row.pop("beat"), row.pop("ttl"), row.pop("lease")
         then, came, went = self._before.get(row["tube"], (now, moved_in, moved_out))
@@ -187,12 +182,22 @@ class Island:
         if (row["writer_s"] or 0) > self.warn:
             trouble.append(f"held back for {row['writer_s']:.0f} s by {row['writer']}")
         row["report"] = json.loads(row["report"] or "null")
+        row |= {"in_s": (moved_in - came) / seconds, "out_s": (moved_out - went) / seconds}
+        picture = PartitionPicture(
+            tube=row["tube"],
+            partition=row["partition"],
+            holder=row["holder"],
+            silent_s=None if beat is None else silent.get(beat),
+            pods=row["pods"],
+            age_s=row["lag_s"],
+            backfill_pods=row["backfill_pods"],
+            backfill_age_s=row["backfill_lag_s"],
+            parked=row["parked"],
+            row=row,
+        )
         return {
             "kind": "partition",
-            **row,
-            "silent_s": None if beat is None else silent.get(beat),
-            "in_s": (moved_in - came) / seconds,
-            "out_s": (moved_out - went) / seconds,
+            **PARTITION_COLUMNS.fields(StateView.TOP_JSON, picture),
             "state": ", ".join(trouble) or "ok",
             "wrong": bool(trouble),
         }

@@ -31,21 +31,6 @@ from replicad.tubes.cli.islands import island_options
 
 WIDE = 1000  # columns of an output that is no terminal: nothing is cut
 
-TUBE_COLUMNS = (
-    "island", "tube", "partition", "holder", "pods", "ids", "lag_s", "backfill", "parked", "in_s", "out_s", "state",
-)  # fmt: skip
-DAEMON_COLUMNS = ("island", "daemon", "pid", "address", "version", "since_utc", "beat_s", "state")
-DROPPED = (
-    "ids",
-    "out_s",
-    "in_s",
-    "parked",
-    "backfill",
-    "version",
-    "since_utc",
-    "island",
-)  # in this order, where a line is too long; of streams the spare columns, and `island`
-EMPTY = ("backfill", "parked", "island")  # dropped where no row has any
 STATE = 24  # characters that the state has at least
 SHORT_STATE = 15  # of a daemon: `silent for 47 s`
 NARROW = 20  # characters of a name, where lines are too long all the same
@@ -157,24 +142,25 @@ class Line(NamedTuple):
 
 def render(pictures: Sequence[Picture], width: int) -> list[Line]:
     """Everything, in lines of at most `width` characters. States that do not fit follow in full."""
+    from replicad.streams.daemons import DAEMON_COLUMNS
     from replicad.streams.picture import COLUMNS
+    from replicad.tubes.picture import PARTITION_COLUMNS
 
-    stream_columns = ("island", *COLUMNS.names(StateView.TOP), "state")
-    spare = tuple(one.name for one in COLUMNS.of(StateView.TOP) if one.spare)
     several = len(pictures) > 1
     lines: list[Line] = []
     for columns, room, rows in (
-        (stream_columns, STATE, [(one, row) for one in pictures for row in one.streams]),
-        (TUBE_COLUMNS, STATE, [(one, row) for one in pictures for row in one.tubes]),
+        (COLUMNS, STATE, [(one, row) for one in pictures for row in one.streams]),
+        (PARTITION_COLUMNS, STATE, [(one, row) for one in pictures for row in one.tubes]),
         (DAEMON_COLUMNS, SHORT_STATE, [(one, row) for one in pictures for row in one.daemons]),
     ):
         shown = [
             {**row, **_about(row), "backfill": backfill(row), "island": one.name if several else None}
             for one, row in rows
         ]
+        headings = [*(["island"] if several else []), *columns.headings(StateView.TOP, shown), "state"]
         if shown:
-            lines += [*_fitted(columns, spare, shown, width, room), Line("")]
-        elif columns is TUBE_COLUMNS:
+            lines += [*_fitted(headings, [*columns.spare(StateView.TOP), "island"], shown, width, room), Line("")]
+        elif columns is PARTITION_COLUMNS:
             lines += [*_wrapped("there are no tubes yet: make one with `replicad tubes create`", width), Line("")]
     for one in pictures:
         of = f" of {one.name}" if several else ""
@@ -202,10 +188,10 @@ def _about(row: Row) -> Row:
 
 def _fitted(columns: Sequence[str], spare: Sequence[str], rows: Sequence[Row], width: int, room: int) -> Iterator[Line]:
     """The table, with the columns for which there is room beside `room` characters of the state. `spare`: columns that
-    are left out first.
+    may be left out, in this order.
     """
-    left = [one for one in columns if one not in EMPTY or any(row.get(one) for row in rows)]
-    drop = [one for one in (*spare, *DROPPED) if one in left]
+    left = list(columns)
+    drop = [one for one in spare if one in left]
     lines = table(left, rows).split("\n")
     while lines[0].rindex("state") + room > width and drop:
         left.remove(drop.pop(0))

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
+from replicad.daemon.state_columns import ConsoleForm, StateColumn, StateColumns, StateView
 from replicad.postgres.statements import Queries, call_rows, call_value
 from replicad.streams.queries import SCHEMA, installed
 
@@ -46,6 +47,40 @@ class DaemonBeat:
     def up_s(self) -> float:
         """Seconds from its start to its last beat."""
         return max(0.0, (self.seen_at - self.started_at).total_seconds())
+
+
+_TOP, _JSON, _STATUS, _CONSOLE = StateView.TOP, StateView.TOP_JSON, StateView.STATUS, StateView.CONSOLE
+DAEMON_COLUMNS: StateColumns[DaemonBeat] = StateColumns(
+    lambda one: (one.name,),
+    (
+        StateColumn("daemon", _TOP | _JSON, lambda one: one.name),
+        StateColumn("name", _STATUS | _CONSOLE, lambda one: one.name, label="Daemon", form=ConsoleForm.OWN_NAME),
+        StateColumn("state", _STATUS | _CONSOLE, lambda one: one.state, label="State", form=ConsoleForm.ALIVE),
+        StateColumn("alive", _STATUS, lambda one: one.alive),
+        StateColumn(
+            "pid", _TOP | _JSON | _STATUS | _CONSOLE, lambda one: one.pid, label="Pid", form=ConsoleForm.LABEL
+        ),
+        StateColumn("address", _TOP | _JSON, lambda one: ", ".join(one.addresses)),
+        StateColumn(
+            "addresses", _STATUS | _CONSOLE, lambda one: one.addresses, label="Address", form=ConsoleForm.LIST
+        ),
+        StateColumn("host", _JSON | _STATUS | _CONSOLE, lambda one: one.host, label="Seen at", form=ConsoleForm.HOST),
+        StateColumn("version", _TOP | _JSON | _STATUS | _CONSOLE, lambda one: one.version, label="Version", spare=1),
+        StateColumn("started_at", _JSON, lambda one: one.started_at.isoformat()),
+        StateColumn("since_utc", _TOP, spare=2),  # `top` makes it of started_at
+        StateColumn(
+            "started_at", _STATUS | _CONSOLE, lambda one: one.started_at.timestamp(),
+            label="Since", form=ConsoleForm.TIME,
+        ),
+        StateColumn("seen_at", _JSON, lambda one: one.seen_at.isoformat()),
+        StateColumn("seen_at", _STATUS, lambda one: one.seen_at.timestamp()),
+        StateColumn("up_s", _JSON | _STATUS, lambda one: one.up_s),
+        StateColumn("beat_s", _TOP),  # `top` makes it of silent_s
+        StateColumn(
+            "silent_s", _JSON | _STATUS | _CONSOLE, lambda one: one.silent_s, label="Last beat", form=ConsoleForm.AGO
+        ),
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

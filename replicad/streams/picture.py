@@ -122,16 +122,11 @@ _HELD = Family(
     "How long the position has not moved because something holds it back, by its kind; missing if nothing does.",
     ("stream", "kind"),
 )
-_LIST, _SHOW, _TOP, _STATUS, _CONSOLE = (
-    StateView.LIST,
-    StateView.SHOW,
-    StateView.TOP,
-    StateView.STATUS,
-    StateView.CONSOLE,
-)
+_LIST, _SHOW, _STATUS, _CONSOLE = StateView.LIST, StateView.SHOW, StateView.STATUS, StateView.CONSOLE
+_TOP = StateView.TOP | StateView.TOP_JSON
 
 COLUMNS: StateColumns[StreamPicture] = StateColumns(
-    lambda one: one.name,
+    lambda one: (one.name,),
     (
         StateColumn("name", _LIST | _SHOW | _CONSOLE, lambda one: one.name, label="Stream"),
         StateColumn("stream", _TOP, lambda one: one.name),
@@ -146,7 +141,7 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
         ),
         StateColumn(
             "position", _LIST | _SHOW | _TOP | _STATUS | _CONSOLE, lambda one: one.position,
-            label="Position", spare=True,
+            label="Position", spare=1,
             figure=Family("replicad_stream_position", GAUGE, "All rows up to this id were published.", _OF),
         ),
         StateColumn("published_at", _SHOW, lambda one: _moment(one.published_at)),

@@ -1,7 +1,7 @@
 // The console: asks for JSON every two seconds and shows it. Texts of others (names, errors, rows) only ever become the
 // text of a node, never HTML. Elements are kept and changed, not made anew, so that the focus and selections stay.
 
-import { STREAM_COLUMNS } from "./console-columns.js";
+import { DAEMONS, PARTITIONS, STREAMS } from "./console-columns.js";
 import { MOST_ROWS, duration, holder, keep, long, make, put, table } from "./console-nodes.js";
 
 const PAUSE = 2_000; // milliseconds between two looks
@@ -108,23 +108,26 @@ const happens = (target, name, also = () => {}) =>
 
 const plain = (title, name) => ({ title, of: (row) => row[name] });
 const label = (title, name) => ({ title, of: (row) => String(row[name]) }); // a number that counts nothing
-const FORMS = { // of columns that are declared in the daemon
-  plain: (name) => ({ of: (row) => row[name] }),
+const FORMS = { // of the columns that are declared in the daemon
+  plain: (name) => plain("", name),
+  label: (name) => label("", name),
   seconds: (name) => ({ of: (row) => long(row[name]) }),
+  ago: (name) => ({ of: (row) => `${duration(row[name])} ago` }),
+  time: (name) => ({ of: (row) => new Date(1000 * row[name]).toLocaleString() }),
+  list: (name) => ({ of: (row) => row[name].join(", ") }),
+  some: (name) => ({ of: (row) => row[name] || null }),
+  failed: (name) => ({ of: (row) => (row[name] ? [row[name].toLocaleString("en"), "bad"] : null) }),
   state: (name) => ({ of: (row) => [row[name], row[name] === "served" ? "good" : "bad"] }),
+  alive: (name) => ({ of: (row) => [row[name], row.alive ? "good" : "bad"] }),
   holder: (name) => ({ fill: (cell, row) => holder(cell, row[name]) }),
   problem: (name) => ({ of: (row) => [row[name] ?? (row.late_rows ? `${row.late_rows} late rows` : null), "bad"] }),
+  reader: (name) => ({ of: (row) => row[name] ?? (row.pods || row.backfill_pods ? ["no reader", "bad"] : ["none", "quiet"]) }),
+  lease: (name) => ({ of: (row) => row.holder && (row[name] ? ["alive", "good"] : [`silent for ${duration(row.silent_seconds)}`, "bad"]) }),
+  own_name: (name) => ({ of: (row) => (row.own ? `${row[name]} (this one)` : row[name]) }),
+  host: (name) => ({ of: (row) => row[name] ?? "a socket" }),
 };
-const STREAM = STREAM_COLUMNS.map(({ title, name, form }) => ({ title, ...FORMS[form](name) }));
-const PARTITION = [
-  label("Partition", "partition"),
-  { title: "Holder", of: (row) => row.holder ?? (row.pods || row.backfill_pods ? ["no reader", "bad"] : ["none", "quiet"]) },
-  { title: "Lease", of: (row) => row.holder && (row.lease_alive ? ["alive", "good"] : [`silent for ${duration(row.silent_seconds)}`, "bad"]) },
-  plain("Pods", "pods"),
-  { title: "Lag", of: (row) => long(row.age_s) },
-  { title: "Backfill pods", of: (row) => row.backfill_pods || null },
-  { title: "Parked", of: (row) => (row.parked ? [row.parked.toLocaleString("en"), "bad"] : null) },
-];
+const shown = (columns) => columns.map(({ title, name, form }) => ({ ...FORMS[form](name), title }));
+const [STREAM, PARTITION, DAEMON] = [STREAMS, PARTITIONS, DAEMONS].map(shown);
 const PARKED = [
   { title: "Replay", fill: tick },
   label("Number", "number"),
@@ -153,16 +156,6 @@ const TROUBLE = [
   { title: "For", of: (row) => duration(row.lasting_seconds) },
   plain("Code", "code"),
   { title: "Reason", of: (row) => [row.reason, "bad"] },
-];
-const DAEMON = [
-  { title: "Daemon", of: (row) => (row.own ? `${row.name} (this one)` : row.name) },
-  { title: "State", of: (row) => [row.state, row.alive ? "good" : "bad"] },
-  label("Pid", "pid"),
-  { title: "Address", of: (row) => row.addresses.join(", ") },
-  { title: "Seen at", of: (row) => row.host ?? "a socket" },
-  plain("Version", "version"),
-  { title: "Since", of: (row) => new Date(1000 * row.started_at).toLocaleString() },
-  { title: "Last beat", of: (row) => `${duration(row.silent_s)} ago` },
 ];
 const EVENT = [
   { title: "Time", of: (row) => new Date(1000 * row.at).toLocaleTimeString() },

@@ -18,14 +18,16 @@ import trio
 
 from replicad.config.logs import RECENT, Recent, RecentEvents
 from replicad.daemon.service import Host
-from replicad.daemon.state_columns import StateView
+from replicad.daemon.state_columns import StateColumns, StateView
 from replicad.errors import ReplicadError, UnknownTube
 from replicad.operations.http.entry import NAMES, NO_NAME, Caller, is_address, no_such
 from replicad.operations.http.messages import Answer, Refused, Request
 from replicad.operations.serving import REPLAY, STATUS
 from replicad.postgres.statements import call_value, statement
 from replicad.reading import Unreadable, read_json
+from replicad.streams.daemons import DAEMON_COLUMNS
 from replicad.streams.picture import COLUMNS
+from replicad.tubes.picture import PARTITION_COLUMNS
 
 FILES: dict[str, tuple[str | None, str]] = {  # None: it is made from the columns of the state
     "/console": ("console.html", "text/html"),
@@ -164,8 +166,17 @@ def _are_whole(numbers: Iterable[object]) -> bool:
 
 def _columns() -> bytes:
     """The columns of the console that show values of `/status`, as a module of its program."""
-    streams = [{"title": one.label, "name": one.name, "form": one.form} for one in COLUMNS.of(StateView.CONSOLE)]
-    return f"export const STREAM_COLUMNS = {json.dumps(streams)};\n".encode()
+
+    def exported(name: str, columns: StateColumns[Any]) -> str:
+        found = [{"title": one.label, "name": one.name, "form": one.form} for one in columns.of(StateView.CONSOLE)]
+        return f"export const {name} = {json.dumps(found)};\n"
+
+    tables: dict[str, StateColumns[Any]] = {
+        "STREAMS": COLUMNS,
+        "PARTITIONS": PARTITION_COLUMNS,
+        "DAEMONS": DAEMON_COLUMNS,
+    }
+    return "".join(exported(name, columns) for name, columns in tables.items()).encode()
 
 
 def _whole(text: str) -> int:

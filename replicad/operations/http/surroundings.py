@@ -6,7 +6,7 @@ They are the statements of `replicad status` and `replicad doctor`, read as all 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,10 +14,11 @@ import trio
 
 from replicad.config.settings import DatabaseSettings
 from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample
+from replicad.daemon.state_columns import StateView
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
 from replicad.streams import daemons, troubles
-from replicad.streams.daemons import DaemonBeat
+from replicad.streams.daemons import DAEMON_COLUMNS, DaemonBeat
 from replicad.streams.serving.trouble_book import daemon_name
 from replicad.streams.troubles import Reported
 
@@ -57,9 +58,8 @@ class Surroundings:
         passed = trio.current_time() - self._read_at
         for daemon in self._daemons:
             aged = replace(daemon, silent_s=daemon.silent_s + passed)
-            fields = asdict(aged) | {"started_at": aged.started_at.timestamp(), "seen_at": aged.seen_at.timestamp()}
-            about = {"up_s": aged.up_s, "alive": aged.alive, "state": aged.state, "own": self._is_own(daemon)}
-            yield Detail("daemon", daemon.name, fields | about)
+            fields = DAEMON_COLUMNS.fields(StateView.STATUS, aged)
+            yield Detail("daemon", daemon.name, {**fields, "own": self._is_own(daemon)})
         for row in self._backfills:
             fields = {"table": row["table"], "ids": row["ids"], "of": row["approx_ids"], "idle_seconds": row["idle_s"]}
             yield Detail("backfill", row["tube"], {"kind": "tube", **fields})

@@ -16,8 +16,9 @@ from typing import Any
 import trio
 
 from replicad.config.limits import Limits
-from replicad.daemon.figures import GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
+from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample
 from replicad.daemon.service import Answers, Feature, Host, Job, Peer, PositionWatch
+from replicad.daemon.state_columns import StateView
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DataLoss
@@ -26,11 +27,18 @@ from replicad.postgres.bridge import Database, quote_ident, quote_literal
 from replicad.postgres.statements import statement
 from replicad.streams.queries import Impatient
 from replicad.streams.together import fetch_together
-from replicad.terminal.holders import held_back
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.bulk import BulkBook
 from replicad.tubes.commands import COMMANDS
 from replicad.tubes.leases import LeaseBook, LeaseView
+from replicad.tubes.picture import (
+    PARTITION_COLUMNS,
+    REFUSED,
+    SERVED,
+    TUBE_COLUMNS,
+    PartitionPicture,
+    TubePicture,
+)
 from replicad.tubes.pods import PodBook, TubeInfo
 from replicad.tubes.serving.known import TUBE, KnownTubes
 from replicad.tubes.serving.leases import ExpiredLeases, Ownership, Renewals
@@ -39,40 +47,8 @@ from replicad.tubes.serving.waiting import ClaimWaiters, PodWaiters, Readiness, 
 from replicad.tubes.untouched import load_untouched
 
 FEW = 5000  # pods of a tube that are counted in one pass over its table
-SERVED, REFUSED = STATES = ("served", "refused")
-_OF, _PART = ("tube",), ("tube", "partition")
-
-STATE = Family(
-    "replicad_tube_state", GAUGE, "1 for the state that the tube is in, else 0: served or refused.", ("tube", "state")
-)
-PARTITIONS = Family("replicad_tube_partitions", GAUGE, "Partitions of the tube.", _OF)
-WAITING = Family("replicad_tube_waiting_requests", GAUGE, "Requests of clients of this daemon that wait for pods.", _OF)
-HELD = Family(
-    "replicad_tube_held_back_seconds",
-    GAUGE,
-    "Age of the transaction that holds the tube's position back, by its kind; missing if none does.",
-    ("tube", "kind"),
-)
-ALIVE = Family(
-    "replicad_tube_lease_alive", GAUGE, "1 if a worker has the partition's lease and renews it, 0 if not.", _PART
-)
-SILENT = Family(
-    "replicad_tube_lease_silent_seconds",
-    GAUGE,
-    "How long this daemon has seen the lease's beat unchanged; missing without a lease.",
-    _PART,
-)
-PODS = Family("replicad_tube_pods", GAUGE, "Pods that wait, without pods of backfills.", _PART)
-AGE = Family("replicad_tube_oldest_pod_age_seconds", GAUGE, "Age of the oldest of them; 0 if there is none.", _PART)
-BACKFILL_PODS = Family("replicad_tube_backfill_pods", GAUGE, "Pods of backfills that wait.", _PART)
-BACKFILL_AGE = Family(
-    "replicad_tube_backfill_oldest_pod_age_seconds", GAUGE, "Age of the oldest pod of a backfill; 0 if there is none.",
-    _PART,
-)  # fmt: skip
-PARKED = Family("replicad_tube_parked_pods", GAUGE, "Pods, or parts of pods, that failed and are parked.", _PART)
-FAMILIES = (
-    STATE, PARTITIONS, WAITING, HELD, ALIVE, SILENT, PODS, AGE, BACKFILL_PODS, BACKFILL_AGE, PARKED,
-)  # fmt: skip
+COUNTED = ("pods", "age_s", "backfill_pods", "backfill_age_s", "parked")  # by a look at the tables
+FAMILIES = (*TUBE_COLUMNS.families, *PARTITION_COLUMNS.families)
 
 
 class TubeFigures:
@@ -91,27 +67,43 @@ class TubeFigures:
 
     def samples(self) -> Iterable[Sample]:
         """`Source.samples`."""
+        for picture in self._pictures():
+            yield from TUBE_COLUMNS.samples(picture)
+            for partition in picture.partitions:
+                yield from PARTITION_COLUMNS.samples(partition)
+
+    def _pictures(self) -> Iterable[TubePicture]:
+        """The pictures of all tubes, from memory."""
         leases = _by_tube(self._served.seen_leases)
         for name, info in list(self._served.tubes.items()):
-            present = SERVED if self._served.fault(name) is None else REFUSED
-            yield from (STATE(float(state == present), name, state) for state in STATES)
-            yield PARTITIONS(info.partitions, name)
-            yield WAITING(self._served.waiting(name), name)
-            reading = self._served.readings.get(name)
-            if reading is not None and reading.held_by is not None:
-                yield HELD(reading.held_by.age_s or 0.0, name, reading.held_by.kind.value)
-            for partition in range(info.partitions):
-                yield from self._of(name, partition, _lease_of(leases.get(name, ()), partition, info.partitions))
+            fault, reading = self._served.fault(name), self._served.readings.get(name)
+            of_tube = leases.get(name, ())
+            yield TubePicture(
+                name=name,
+                state=SERVED if fault is None else REFUSED,
+                problem=fault,
+                held_by=None if reading is None else reading.held_by,
+                waiting=self._served.waiting(name),
+                partitions=tuple(
+                    self._partition(name, number, _lease_of(of_tube, number, info.partitions))
+                    for number in range(info.partitions)
+                ),
+            )
 
-    def _of(self, name: str, partition: int, lease: LeaseView | None) -> Iterable[Sample]:
-        labels = name, str(partition)
-        yield ALIVE(float(lease is not None and not lease.expired), *labels)
-        if lease is not None:
-            yield SILENT(lease.silent, *labels)
-        seen = self._seen.get((name, partition))
-        if seen is not None:
-            for family, column in _COLUMNS.items():
-                yield family(seen[column], *labels)
+    def _partition(self, tube: str, partition: int, lease: LeaseView | None) -> PartitionPicture:
+        seen: Mapping[str, Any] = self._seen.get((tube, partition), {})
+        return PartitionPicture(
+            tube=tube,
+            partition=partition,
+            holder=None if lease is None else lease.holder.partition(" ")[0],
+            silent_s=None if lease is None else lease.silent,
+            lease_alive=lease is not None and not lease.expired,
+            pods=seen.get("pods"),
+            age_s=seen.get("age_s"),
+            backfill_pods=seen.get("backfill_pods"),
+            backfill_age_s=seen.get("backfill_age_s"),
+            parked=seen.get("parked"),
+        )
 
     def obstacles(self) -> Iterable[Obstacle]:
         """`Source.obstacles`."""
@@ -122,26 +114,8 @@ class TubeFigures:
 
     def details(self) -> Iterable[Detail]:
         """`Source.details`."""
-        leases = _by_tube(self._served.seen_leases)
-        for name, info in self._served.tubes.items():
-            fault = self._served.fault(name)
-            partitions = []
-            for partition in range(info.partitions):
-                lease = _lease_of(leases.get(name, ()), partition, info.partitions)
-                partitions.append(
-                    {
-                        "partition": partition,
-                        "holder": None if lease is None else lease.holder.partition(" ")[0],
-                        "lease_alive": lease is not None and not lease.expired,
-                        "silent_seconds": None if lease is None else round(lease.silent, 1),
-                        **self._seen.get((name, partition), {}),
-                    }
-                )
-            state = SERVED if fault is None else REFUSED
-            reading = self._served.readings.get(name)
-            holder = None if reading is None else reading.held_by
-            held = held_back(holder, None if holder is None else holder.age_s or 0.0)
-            yield Detail(TUBE, name, {"state": state, "problem": fault, "held_back": held, "partitions": partitions})
+        for picture in self._pictures():
+            yield Detail(TUBE, picture.name, TUBE_COLUMNS.fields(StateView.STATUS, picture))
 
     def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
@@ -165,9 +139,7 @@ class TubeFigures:
                 return  # the table is locked, or has just been changed
             total = Counter[str]()
             for name in names:
-                seen.update(
-                    ((name, part), dict.fromkeys(_COLUMNS.values(), 0)) for part in range(infos[name].partitions)
-                )
+                seen.update(((name, part), dict.fromkeys(COUNTED, 0)) for part in range(infos[name].partitions))
             for row in rows:
                 total[row["name"]] += row["pods"]
                 put(row)
@@ -192,11 +164,6 @@ class TubeFigures:
             "extract(epoch FROM clock_timestamp() - min(x.ts))::float8 AS age_s "
             f"FROM (SELECT t.shard, t.op, t.ts FROM {table} AS t LIMIT {FEW}) AS x GROUP BY 2, 3"
         )
-
-
-_COLUMNS = {
-    PODS: "pods", AGE: "age_s", BACKFILL_PODS: "backfill_pods", BACKFILL_AGE: "backfill_age_s", PARKED: "parked",
-}  # fmt: skip
 
 
 def _by_tube(leases: Iterable[LeaseView]) -> dict[str, list[LeaseView]]:

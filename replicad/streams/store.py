@@ -26,7 +26,7 @@ from replicad.streams.stream_writers import StreamWriter
 
 CATALOGS = 16  # streams whose rows in the catalogs are looked at each time
 LOOKS = 8  # so many looks, after a row of the catalogs was written, read the catalogs of all streams
-IN_TURN = 1  # streams that are loaded each time for no other reason than that it is their turn
+IN_TURN = 5  # looks, of which one loads a stream for no other reason than that it is its turn
 SUSPECTS = 32  # streams that are loaded each time because the caller suspects them
 
 
@@ -55,6 +55,7 @@ class RegistryView:
         self._written: int | None = None  # rows of the catalogs that were written, by the statistics
         self._sweeping = 0  # looks that look at the catalogs' rows of many streams
         self._catalogs_at = 0  # where the next look goes on in the order of the names
+        self._looks = 0
         self._turn_at = 0
         self._suspects_at = 0
         self._looking = trio.Lock()  # results of an earlier look must not replace results of a later look
@@ -83,11 +84,12 @@ class RegistryView:
         share = -(-len(names) // LOOKS) if self._sweeping else 0
         self._sweeping = max(0, self._sweeping - 1)
         self._catalogs_at, some = _next(names, self._catalogs_at, max(CATALOGS, share))
-        self._turn_at, wanted = _next(names, self._turn_at, IN_TURN)
+        self._looks += 1
+        self._turn_at, wanted = _next(names, self._turn_at, int(self._looks % IN_TURN == 0))
         self._suspects_at, doubtful = _next(sorted(self._streams.keys() & suspects), self._suspects_at, SUSPECTS)
         whole, marks = await self._find_changed(db, names, some)  # of before the streams are loaded
         chosen = {*wanted, *doubtful, *marks}
-        loaded = await load_streams(db, chosen, schema=self._schema)
+        loaded = await load_streams(db, chosen, schema=self._schema) if chosen else {}
         for name in chosen - loaded.keys():  # removed
             self._streams.pop(name, None)
             self._marks.pop(name, None)

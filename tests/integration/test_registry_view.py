@@ -25,7 +25,7 @@ async def db(database: Database) -> Database:
 @pytest.fixture
 def marks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look loads only the streams of which a mark has changed."""
-    monkeypatch.setattr(store, "IN_TURN", 0)
+    monkeypatch.setattr(store, "IN_TURN", 1_000_000)
 
 
 CHANGES = (
@@ -74,7 +74,7 @@ async def settled(view: RegistryView, db: Database) -> dict[str, Stream]:
 async def test_a_change_without_a_mark_is_found_where_the_stream_is_suspected_or_in_turn(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "IN_TURN", 0)
+    monkeypatch.setattr(store, "IN_TURN", 1_000_000)
     view = RegistryView()
     await settled(view, db)
     stale = view._streams["s03"] = view._streams["s04"]

@@ -42,7 +42,7 @@ FEATURES = (
     Listed(serves="replicad.sender.serving", commands={"sender": "replicad.sender.cli"}),
     Listed(commands={"pipeline": "replicad.spark.cli"}),
     Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),
-    Listed(commands={"status": "replicad.operations.status", "clients": "replicad.operations.clients"}),
+    Listed(commands={"status": "replicad.operations.top:status", "clients": "replicad.operations.clients"}),
     Listed(commands={"doctor": "replicad.operations.doctor.cli", "psql": "replicad.operations.psql"}),
 )
 

@@ -1,4 +1,4 @@
-"""`replicad top`: streams, every partition of every tube, and daemons, live; problems are marked.
+"""`replicad top` and `replicad status`: streams, tubes and daemons with their problems, live and once.
 
 `render` makes lines for a terminal of any width out of the pictures of databases. It does no I/O.
 """
@@ -23,7 +23,7 @@ from replicad.config.settings import DatabaseSettings, colour_allowed, read_sett
 from replicad.daemon.state_columns import StateView
 from replicad.errors import ReplicadError
 from replicad.operations.island import Island, Picture
-from replicad.terminal.command import ReplicadCommand, ValueType, json_option, option
+from replicad.terminal.command import ReplicadCommand, ValueType, database_options, json_option, option
 from replicad.terminal.database import database_url, run_async
 from replicad.terminal.failures import DONE, exit_of
 from replicad.terminal.output import as_json_line, echo, table
@@ -131,6 +131,37 @@ def show(pictures: Sequence[Picture], *, live: bool, heading: Sequence[str] = ()
 def is_dumb() -> bool:
     """Whether the terminal knows no colours and cannot be cleared: pictures then follow one another."""
     return os.environ.get("TERM", "") in ("dumb", "")
+
+
+@click.command("status", cls=ReplicadCommand, short_help="Show the database, daemons, streams and tubes once.")
+@json_option
+@database_options
+def status(as_json: bool, **options: Any) -> int:
+    """Show the name of the database, the daemons that serve it, and all streams and tubes with their problems.
+
+    It is `replicad top --once` with the server's version. `replicad doctor` checks more, and says what to do. If the
+    database cannot be used, the exit status says why (docs/operating.md). --json prints one object.
+    """
+    settings = read_settings(DatabaseSettings, options)
+    with database_url(settings) as url:
+        picture = run_async(Island(settings, 60.0, url=url).look)
+    if picture.unusable is not None:
+        raise picture.unusable
+    if as_json:
+        fields = {
+            "database": picture.name,
+            "version": picture.server or None,
+            "connected": picture.connected,
+            "daemons": list(picture.daemons),
+            "remarks": list(picture.remarks),
+            "streams": list(picture.streams),
+            "tubes": list(picture.tubes),
+        }
+        echo(as_json_line(fields))
+    else:
+        version = f" (PostgreSQL {picture.server})" if picture.server else ""
+        show([picture], live=False, heading=[f"database: {picture.name}{version}", ""])
+    return DONE.status if picture.error is None else exit_of(type(picture.error)).status
 
 
 class Line(NamedTuple):

@@ -1,4 +1,4 @@
-"""What every `Store` of streams does, the one in Postgres and the one in memory that unit tests use."""
+"""What every store of streams does, the one in Postgres and the one in memory that unit tests use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from replicad.errors import DatabaseError
 from replicad.streams.chunks import Chunk
-from replicad.streams.store import Store
+from replicad.streams.store import PostgresStore
 
 Insert = Callable[[int, str, str], Awaitable[None]]  # id, writer, JSON; "poison" is JSON that cannot be read
 
 
-async def check_store(store: Store, insert: Insert) -> None:
+async def check_store(store: PostgresStore, insert: Insert) -> None:
     """The claims, about a new stream `s` by writer whose table is empty."""
     stream = (await store.load_streams())["s"]
     rows = store.rows(stream)

@@ -90,21 +90,10 @@ BATCH = 64 << 10  # bytes that are handed out together
 SLICE = 25  # sessions that get them in one turn: a quarter of a millisecond
 
 
-class Listener(Protocol):
-    """Who gets the lines."""
-
-    @property
-    def hears(self) -> bool:
-        """Whether it may get them."""
-
-    def deliver(self, lines: bytes) -> None:
-        """Send whole lines now, if the socket is free, or queue them. Never raises."""
-
-
 class Announcing:
     """The lines that wait to be handed out, in their order."""
 
-    def __init__(self, listeners: Collection[Listener], most: int, turns: Turns) -> None:
+    def __init__(self, listeners: Collection[Member], most: int, turns: Turns) -> None:
         """`most`: the bytes that may wait; if more do, the oldest lines are dropped."""
         self._turns = turns
         self.announced = self.dropped = 0  # lines, since the start

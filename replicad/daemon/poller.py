@@ -12,9 +12,7 @@ one too. Clients that wait for positions keep waiting.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 import trio
@@ -23,8 +21,8 @@ from replicad import sqlstates
 from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
-from replicad.positions.bell import LastValues, Wait
-from replicad.positions.horizon import Reading, Source
+from replicad.positions.bell import Bell, LastValues
+from replicad.positions.horizon import Horizon, Reading, Source
 from replicad.retry import Backoff
 from replicad.sqlstates import means
 
@@ -49,39 +47,6 @@ class Outages:
     longest: float = 5.0
 
 
-class Watcher(Protocol):
-    """What the poller needs of `Horizon`, whose methods have the docstrings."""
-
-    async def poll(self) -> Mapping[str, Reading]: ...
-
-    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None: ...
-
-    def watch(
-        self,
-        name: str,
-        source: Source,
-        *,
-        published: int | None = None,
-        per_writer: Mapping[str, int] | None = None,
-        writers: Iterable[str] = (),
-        file: int | None = None,
-    ) -> None: ...
-
-    def set_writers(self, name: str, writers: Iterable[str]) -> None: ...
-
-    def unwatch(self, name: str) -> None: ...
-
-    def at_rest(self) -> LastValues | None: ...
-
-    def expect(self, sequence: int) -> None: ...
-
-
-class Ringer(Protocol):
-    """What the poller needs of `Bell`, whose method has the docstring."""
-
-    def waiting(self) -> AbstractAsyncContextManager[Wait]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PollerStatistics:
     """Counts since the start. `outage_s`: seconds since a poll failed first, 0 if the last poll succeeded. `silent_s`:
@@ -100,7 +65,7 @@ class Poller:
 
     def __init__(
         self,
-        horizon: Watcher,
+        horizon: Horizon,
         limits: Limits,
         troubles: Troubles,
         recover: Callable[[], Awaitable[None]] | None = None,
@@ -228,7 +193,7 @@ class Poller:
         else:
             self._pause = min(max(self._pause, limits.poll_min) * CALM_GROWTH, limits.poll_max)
 
-    async def attend(self, bell: Ringer) -> None:
+    async def attend(self, bell: Bell) -> None:
         """Poll when the bell rings, until cancelled. While it does not work, the poller does without, more slowly."""
         while True:
             try:

@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
 
 import structlog
 import trio
@@ -146,17 +145,7 @@ SPARE = 8 << 20  # bytes that may be free; the next rush needs them again
 CALM = 500  # tasks; with so many a collection of all objects takes up to 50 ms
 
 
-class Allocator(Protocol):
-    """Who gets memory from the system."""
-
-    def free(self) -> int:
-        """Bytes that nothing is in, given back or not."""
-
-    def give_back(self) -> None:
-        """Return free memory to the system. Takes up to a tenth of a second for hundreds of megabytes."""
-
-
-async def give_back_forever(allocator: Allocator, calm: int = CALM) -> None:
+async def give_back_forever(allocator: GlibcAllocator, calm: int = CALM) -> None:
     """Give memory back that is free at two looks one after the other, until cancelled.
 
     Python's lists are emptied before. While more than `calm` tasks live that takes too long. Then memory is given back
@@ -185,10 +174,10 @@ def _collections() -> int:
     return int(gc.get_stats()[-1]["collections"])
 
 
-def allocator_of_this_process() -> Allocator | None:
+def allocator_of_this_process() -> GlibcAllocator | None:
     """None: it is not that of glibc 2.33 and newer."""
     library = ctypes.CDLL(None)
-    return _Glibc(library) if hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim") else None
+    return GlibcAllocator(library) if hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim") else None
 
 
 class _Figures(ctypes.Structure):
@@ -202,7 +191,9 @@ class _Figures(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Glibc:
+class GlibcAllocator:
+    """The allocator of glibc, which gets memory from the system."""
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self._figures = library.mallinfo2
         self._figures.restype = _Figures
@@ -210,9 +201,11 @@ class _Glibc:
         self._trim.argtypes = [ctypes.c_size_t]
 
     def free(self) -> int:
+        """Bytes that nothing is in, given back or not."""
         return int(self._figures().fordblks)
 
     def give_back(self) -> None:
+        """Return free memory to the system. Takes up to a tenth of a second for hundreds of megabytes."""
         self._trim(0)
 
 

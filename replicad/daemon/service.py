@@ -6,8 +6,7 @@ and passes the commands of clients to it. A test can run a service with its own 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +19,7 @@ from replicad.protocol.states import CloseReason
 
 if TYPE_CHECKING:
     from replicad.config.settings import Address, ServerSettings
-    from replicad.daemon.access import AccessControl
+    from replicad.daemon.access import AccessControl, ClientAccess
     from replicad.daemon.figures import Figures
     from replicad.daemon.handshakes import Handshakes
     from replicad.daemon.hub import Hub
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from replicad.daemon.pools import Pools
     from replicad.daemon.relay import Relay
     from replicad.daemon.troubles import Troubles
-    from replicad.positions.horizon import Reading, Source
 
 
 class HangUp(Exception):
@@ -41,38 +39,11 @@ class HangUp(Exception):
         self.text = text
 
 
-class Rights(Protocol):
-    """What a client may do (`replicad.daemon.access`). They may change while it is connected."""
-
-    @property
-    def name(self) -> str:
-        """The client's name in the access file; empty if it is in none."""
-
-    @property
-    def limited(self) -> bool:
-        """Whether the client's rights come from an access file."""
-
-    def may(self, verb: str, name: str | None = None) -> bool:
-        """Whether the client may do this to the stream or tube (None: the verb takes no name)."""
-
-    def lists(self, name: str) -> bool:
-        """Whether the client may know that there is a stream or tube of that name."""
-
-    def require(self, verb: str, what: str, name: str) -> bool:
-        """Whether the client may; False if it may not know the name either. Raises Forbidden."""
-
-    def catching_up(self) -> AbstractAsyncContextManager[object]:
-        """Bounds how many catch-ups of the client run at a time."""
-
-    def on_change(self, call: Callable[[], None]) -> None:
-        """Call `call` when the client's rights have changed."""
-
-
 class Peer(Protocol):
     """One client, as services see it. Only the async methods wait."""
 
     @property
-    def access(self) -> Rights:
+    def access(self) -> ClientAccess:
         """What the client may do."""
 
     @property
@@ -134,38 +105,6 @@ class Peer(Protocol):
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Call `call` when the connection has ended."""
-
-
-class PositionWatch(Protocol):
-    """What services need of `Poller`, whose methods have the docstrings."""
-
-    def watch(
-        self,
-        name: str,
-        source: Source,
-        on_reading: Callable[[str, Reading], float | None],
-        *,
-        published: int | None = None,
-        per_writer: Mapping[str, int] | None = None,
-        writers: Iterable[str] = (),
-        file: int | None = None,
-    ) -> None: ...
-
-    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None: ...
-
-    def set_writers(self, name: str, writers: Iterable[str]) -> None: ...
-
-    def unwatch(self, name: str) -> None: ...
-
-    def ring(self) -> None: ...
-
-
-class Broadcaster(Protocol):
-    """What services need of `Relay`, whose methods have the docstrings."""
-
-    def on(self, kind: type[Command], handler: Callable[[Any], None]) -> None: ...
-
-    def broadcast(self, command: Command) -> None: ...
 
 
 Answer = Callable[[Any], Awaitable[None]]

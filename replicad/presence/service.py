@@ -21,7 +21,8 @@ import trio
 
 from replicad.config.settings import ServerSettings
 from replicad.daemon.pieces import write_in_pieces
-from replicad.daemon.service import Answers, Broadcaster, Feature, Host, Job, Peer
+from replicad.daemon.relay import Relay
+from replicad.daemon.service import Answers, Feature, Host, Job, Peer
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
@@ -72,7 +73,7 @@ class PresenceService:
         book: PresenceRepository,
         settings: ServerSettings,
         troubles: Troubles,
-        relay: Broadcaster,
+        relay: Relay,
         pace: PresenceIntervals = PresenceIntervals(),
     ) -> None:
         self.book = book

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from replicad.errors import DatabaseError, RowTooLong
 from replicad.streams.chunks import HEAD, Chunk, Enough, chunk_of, joined, line_token, whole_ids
 from replicad.streams.row_text import Range
-from replicad.streams.store import Rows
+from replicad.streams.store import TableRows
 
 OVERSHOOT = 2  # a COPY is cancelled when it exceeds the wanted size by this factor; usually its limit of rows ends it
 BLOCKS_TIME = 5.0  # seconds to read a piece in blocks; it takes a hundredth, unless rows have become gigantic
@@ -165,7 +165,7 @@ class PieceBounds:
     blocks: Blocks | None = None
 
 
-async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds: PieceBounds) -> Piece:
+async def read_piece(rows: TableRows, segment: Segment, after: int, upto: int, bounds: PieceBounds) -> Piece:
     """Read the rows of a segment in (after, upto] up to the bounds, but the rows of an id at least.
 
     If a row fails, the piece ends before it; if it is the first, the error is raised.
@@ -186,7 +186,7 @@ async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds
         bounds = PieceBounds(bounds.rows * GROWTH, bounds.size * GROWTH)  # a batch has more rows, or more bytes
 
 
-async def _read_blocks(rows: Rows, after: int, upto: int, size: int, blocks: Blocks) -> Piece | None:
+async def _read_blocks(rows: TableRows, after: int, upto: int, size: int, blocks: Blocks) -> Piece | None:
     """A piece of about `size` bytes; None if it cannot be read in blocks.
 
     A row may be unreadable, or much longer than the others. Which one it is, a row by row reading finds out.
@@ -213,7 +213,7 @@ async def _read_blocks(rows: Rows, after: int, upto: int, size: int, blocks: Blo
     return Piece(after, end, tuple(chunks), count, cut=end < upto)
 
 
-async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, bounds: PieceBounds) -> Piece | None:
+async def _try_to_read(rows: TableRows, segment: Segment, after: int, upto: int, bounds: PieceBounds) -> Piece | None:
     """A piece; None if the bounds have no room for one complete id."""
     chunks: list[Chunk] = []
     received = 0

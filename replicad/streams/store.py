@@ -1,14 +1,13 @@
-"""What serving streams needs of the database, as interfaces, and their implementation with Postgres.
+"""What serving streams needs of the database.
 
-A test gives an implementation in memory. The rules are in `registry`, `rows` and `rows_probe`; this file only binds
-them to the pool that each of them uses.
+A test gives objects in memory with the same methods. The rules are in `registry`, `rows` and `rows_probe`; this file
+only binds them to the pool that each of them uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import trio
 
@@ -141,90 +140,12 @@ def _next(names: list[str], begin: int, count: int) -> tuple[int, list[str]]:
     return begin + count, [*names[begin:], *names[:begin]][:count]
 
 
-class Rows(Protocol):
-    """The rows of one stream. `RowSource` and `rows_probe` have the docstrings of the methods."""
-
-    @property
-    def names_writers(self) -> bool:
-        """Whether rows have the name of their writer."""
-
-    @property
-    def unique_ids(self) -> bool:
-        """Whether no two rows have the same id."""
-
-    async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int: ...
-
-    async def copy_vector(
-        self,
-        ranges: Mapping[str, Range],
-        sink: ChunkSink,
-        *,
-        others: Range | None = None,
-        limit: int | None = None,
-    ) -> int: ...
-
-    async def copy_blocks(
-        self, after: int, upto: int, sink: ChunkSink, timeout: float | None = None, *, step: int, max_line: int
-    ) -> int: ...
-
-    async def last_tokens(self, after: int, upto: int) -> dict[str, int]: ...
-
-    async def earliest(self) -> int | None: ...
-
-    async def find_unreadable(
-        self, wanted: Range | Mapping[str, Range], others: Range | None = None
-    ) -> RowUnreadable | None: ...
-
-    async def try_row(self, row_id: int) -> RowUnreadable | None: ...
-
-    def unreadable(self, row_id: int, error: Exception) -> RowUnreadable: ...
-
-
-class Store(Protocol):
-    """The registry of streams, and their rows. `registry` has the docstrings of the methods."""
-
-    def rows(self, stream: Stream) -> Rows:
-        """The rows for all readers: queries give up quickly if the table is locked. Raises StreamRefused."""
-
-    def catchup_rows(self, stream: Stream) -> Rows:
-        """The rows for clients that catch up, on connections of their own. Raises StreamRefused."""
-
-    async def load_streams(self, suspects: Collection[str] = ()) -> dict[str, Stream]: ...
-
-    async def published(self) -> Mapping[str, Published]: ...
-
-    async def lineages(self, name: str | None = None) -> Mapping[str, Lineage]: ...
-
-    async def continue_streams(self) -> int: ...
-
-    async def ensure_readers(self) -> None: ...
-
-    async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool: ...
-
-    async def fork(self, stream: Stream, reason: str) -> Stream: ...
-
-    async def rewind(self, stream: Stream, upto: int) -> Rewound: ...
-
-    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> RetentionChange: ...
-
-    async def taken(self, stream: Stream, after: int) -> int: ...
-
-    async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]: ...
-
-    async def named(self, stream: Stream, numbers: Collection[int]) -> Sequence[StreamWriter]: ...
-
-
-class Notes(Protocol):
-    """Where a daemon writes acks and troubles. `acks` and `troubles` have the docstrings of the methods."""
-
-    async def note_acks(self, some: Sequence[ReaderAck]) -> None: ...
-
-    async def write_troubles(self, daemon: str, rows: Sequence[troubles.Row]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """`Rows` of a table in Postgres: copies use `db`, other queries `looks`."""
+    """The rows of one stream: copies use `db`, other queries `looks`.
+
+    `RowSource` and `rows_probe` have the docstrings of the methods.
+    """
 
     source: RowSource
     db: Reads
@@ -232,12 +153,12 @@ class TableRows:
 
     @property
     def names_writers(self) -> bool:
-        """`Rows.names_writers`."""
+        """Whether rows have the name of their writer."""
         return self.source.instance_column is not None
 
     @property
     def unique_ids(self) -> bool:
-        """`Rows.unique_ids`."""
+        """Whether no two rows have the same id."""
         return self.source.unique_ids
 
     async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int:
@@ -280,7 +201,10 @@ class TableRows:
 
 
 class PostgresStore:
-    """`Store` in Postgres. `db`: short statements. `catchup_db`: for clients that catch up."""
+    """The registry of streams, and their rows. `registry` has the docstrings of most methods.
+
+    `db`: short statements. `catchup_db`: for clients that catch up.
+    """
 
     def __init__(self, db: Database, catchup_db: Database, schema: str) -> None:
         self._db = db
@@ -290,11 +214,11 @@ class PostgresStore:
         self._schema = schema
 
     def rows(self, stream: Stream) -> TableRows:
-        """`Store.rows`."""
+        """The rows for all readers: queries give up quickly if the table is locked. Raises StreamRefused."""
         return TableRows(registry.row_source(stream, schema=self._schema), self._db, self._looks)
 
     def catchup_rows(self, stream: Stream) -> TableRows:
-        """`Store.catchup_rows`."""
+        """The rows for clients that catch up, on connections of their own. Raises StreamRefused."""
         return TableRows(registry.row_source(stream, schema=self._schema), self._catchup_db, self._catchup_db)
 
     async def load_streams(self, suspects: Collection[str] = ()) -> dict[str, Stream]:
@@ -347,7 +271,7 @@ class PostgresStore:
 
 
 class PostgresNotes:
-    """`Notes` in Postgres."""
+    """Writes acks and troubles of a daemon. `acks` and `troubles` have the docstrings of the methods."""
 
     def __init__(self, db: Database, schema: str) -> None:
         self._db = db

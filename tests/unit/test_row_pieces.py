@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
+from replicad.streams import row_pieces
 from replicad.streams.chunks import Chunk, LineCutter, chunk_of, no_longer
-from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, between, read_piece, segments
+from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, between, segments
 from replicad.streams.row_text import Range
 from replicad.streams.rows import ChunkSink
+from replicad.streams.store import TableRows
 
 Row = tuple[int, str]  # id, writer
 
@@ -46,7 +49,7 @@ def ids(data: bytes, rows: list[Row]) -> list[Row]:
 
 @dataclass
 class Table:
-    """`Rows` of a list, in chunks of a few bytes. Ids may repeat. The row with id `bad` fails."""
+    """`TableRows` of a list, in chunks of a few bytes. Ids may repeat. The row with id `bad` fails."""
 
     rows: list[Row]
     chunk: int = 40
@@ -111,6 +114,11 @@ class Table:
 
     def unreadable(self, row_id: int, error: Exception) -> RowUnreadable:
         raise NotImplementedError
+
+
+async def read_piece(table: Table, segment: Segment, after: int, upto: int, bounds: PieceBounds) -> Piece:
+    """The function of that name, on a table in memory."""
+    return await row_pieces.read_piece(cast(TableRows, table), segment, after, upto, bounds)
 
 
 def wanted(row: Row, ranges: Mapping[str, Range], others: Range | None) -> bool:

@@ -16,7 +16,7 @@ from replicad.streams.acks import ReaderAck
 from replicad.streams.commands import FederationAck
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.store import Notes
+from replicad.streams.store import PostgresNotes
 
 MAX_WAITING = 10_000  # acks (one for each stream and sender) that wait for Postgres
 FEDERATION = "federation"  # the stream of an ack without a name, as in Synapse
@@ -27,7 +27,11 @@ class AckService:
     """The acks of all sessions."""
 
     def __init__(
-        self, notes: Notes, feeds: Mapping[str, Feed], troubles: Troubles, pace: StreamIntervals = StreamIntervals()
+        self,
+        notes: PostgresNotes,
+        feeds: Mapping[str, Feed],
+        troubles: Troubles,
+        pace: StreamIntervals = StreamIntervals(),
     ) -> None:
         """`feeds` are the streams that are served now, by name."""
         self._notes = notes

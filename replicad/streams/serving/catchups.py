@@ -11,7 +11,7 @@ from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import trio
@@ -23,6 +23,9 @@ from replicad.errors import DatabaseError
 from replicad.streams.registry import Stream
 from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, read_piece
 from replicad.streams.serving.feed import Feed
+
+if TYPE_CHECKING:
+    from replicad.streams.serving.copying import Copying
 
 OLDEST = 60.0  # seconds after which a piece is read again: rows that came late or were changed are seen then
 UNUSED = 5.0  # seconds after which a piece is dropped that no client uses or is on its way to
@@ -277,16 +280,6 @@ class CatchupStatistics:
     rows: int
 
 
-class UnderWay(Protocol):
-    """A catch-up of one client. `position`: it has all rows up to there."""
-
-    @property
-    def feed(self) -> Feed: ...
-
-    @property
-    def position(self) -> int: ...
-
-
 class Catchups:
     """The reads of all streams of one daemon. `run` must be running."""
 
@@ -297,8 +290,8 @@ class Catchups:
         self._cache = PieceCache(limits.cache_bytes)
         self._shelves: WeakKeyDictionary[Feed, Shelf] = WeakKeyDictionary()
         self._readings: dict[Shelf, list[PieceRead]] = {}
-        self.under_way: set[UnderWay] = set()
-        self.clients: dict[tuple[int, str], UnderWay] = {}  # by connection and stream; also reads that wait their turn
+        self.under_way: set[Copying] = set()
+        self.clients: dict[tuple[int, str], Copying] = {}  # by connection and stream; also reads that wait their turn
         self._nursery: trio.Nursery | None = None
         self._kept = trio.Event()  # set when a piece is kept, so that it is dropped some time
         self._reads = self._rows = 0

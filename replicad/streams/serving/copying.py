@@ -101,7 +101,7 @@ class Copying:
 
     @property
     def position(self) -> int:
-        """`UnderWay.position`."""
+        """The client has all rows up to there."""
         return min(self.reached.values(), default=self.others_after) if self._at is None else self._at
 
     async def copy(self, upto: Mapping[str, int], epoch: str) -> bool:

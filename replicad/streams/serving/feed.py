@@ -26,7 +26,7 @@ from replicad.streams.serving.sent_counts import SentCounts
 from replicad.streams.serving.sent_positions import Positions, position_lines
 from replicad.streams.serving.stretches import Tally
 from replicad.streams.serving.writer_list import ALL, WriterList
-from replicad.streams.store import Rows, Store
+from replicad.streams.store import PostgresStore, TableRows
 from replicad.streams.writer_set import writers_lines
 
 FOLLOW = "follow"  # the cause of a trouble that keeps a feed from taking a new position
@@ -39,7 +39,7 @@ class Feed:
         self,
         stream: Stream,
         lineage: Lineage,
-        store: Store,
+        store: PostgresStore,
         reading: Reading,
         *,
         limits: JournalLimits,
@@ -181,7 +181,7 @@ class Feed:
             raise StreamRefused(f"stream {self.name} was removed")
         self._retained = token
 
-    def catchup_rows(self, stream: Stream) -> Rows:
+    def catchup_rows(self, stream: Stream) -> TableRows:
         """The rows of this stream, as it is or was, for clients that catch up."""
         return self._store.catchup_rows(stream)
 

@@ -23,7 +23,7 @@ from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.sent_counts import SentCounts
 from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines, set_lines
 from replicad.streams.serving.stretches import Tally, spans_of
-from replicad.streams.store import Rows
+from replicad.streams.store import TableRows
 from replicad.streams.writer_set import WRITERS_ON_LINE
 
 LINEAR = "*"  # the instance that POSITION names in a linear subscription: all writers together
@@ -43,7 +43,7 @@ def below(sent: Positions, upto: Positions, error: RowUnreadable) -> dict[str, i
 class Copier:
     """Copies ranges of one stream in one order."""
 
-    def __init__(self, rows: Rows, *, linear: bool) -> None:
+    def __init__(self, rows: TableRows, *, linear: bool) -> None:
         self.rows = rows
         self.linear = linear
         self.one_writer = linear or not rows.names_writers
@@ -180,7 +180,7 @@ class Lane:
         self._notices.append((line, extended))
         self._changed.set()
 
-    def renew(self, rows: Rows) -> None:
+    def renew(self, rows: TableRows) -> None:
         """Use another statement from the next copy on. An unreadable row is tried again at once."""
         self._copier.rows = rows
         self._try_again_at = 0.0

@@ -13,7 +13,7 @@ import trio
 
 from replicad.daemon.joined import Joined
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.service import PositionWatch
+from replicad.daemon.poller import Poller
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import DATABASE, Place, Troubles
 from replicad.errors import (
@@ -31,7 +31,7 @@ from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.served_stream import KIND, Context, Note, OnFeed, Serving
 from replicad.streams.serving.windows import Windows
-from replicad.streams.store import Store
+from replicad.streams.store import PostgresStore
 
 REGISTRY = "registry"  # the cause of troubles with a stream's entry in the registry; also the name of this service
 READERS = 30.0  # seconds between two tries to make the readers that streams lack
@@ -44,10 +44,10 @@ class Publisher:
 
     def __init__(
         self,
-        store: Store,
+        store: PostgresStore,
         windows: Windows,
         limits: JournalLimits,
-        poller: PositionWatch,
+        poller: Poller,
         troubles: Troubles,
         *,
         pace: StreamIntervals = StreamIntervals(),

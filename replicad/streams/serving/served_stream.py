@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.service import PositionWatch
+from replicad.daemon.poller import Poller
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
@@ -28,7 +28,7 @@ from replicad.streams.lineage import SHARES_NOTHING, Lineage
 from replicad.streams.registry import Published, Stream, differences
 from replicad.streams.serving.feed import FOLLOW, Feed
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.store import Store
+from replicad.streams.store import PostgresStore
 
 MARKS = 64  # kept for each stream; when there are more, two neighbours become one
 
@@ -124,8 +124,8 @@ class Context:
     `followers` are called with each new feed.
     """
 
-    store: Store
-    poller: PositionWatch
+    store: PostgresStore
+    poller: Poller
     troubles: Troubles
     limits: JournalLimits
     pace: StreamIntervals = StreamIntervals()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer, PositionWatch
+from replicad.daemon.poller import Poller
+from replicad.daemon.service import Answers, Feature, Host, Job, Peer
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
 from replicad.streams.serving.ack_service import AckService
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
@@ -27,7 +28,7 @@ class StreamService:
         publisher: Publisher,
         acks: AckService,
         book: TroubleBook,
-        poller: PositionWatch,
+        poller: Poller,
         pace: StreamIntervals = StreamIntervals(),
         *,
         catchups: CatchupLimits = CatchupLimits(),

@@ -12,7 +12,7 @@ import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.store import Notes
+from replicad.streams.store import PostgresNotes
 from replicad.streams.troubles import Row
 
 LAST_WRITE = 1.0  # seconds to remove this daemon's rows at the end
@@ -28,7 +28,7 @@ class TroubleBook:
     """Writes the present troubles whenever they change. `server_name`: the daemon's name for people."""
 
     def __init__(
-        self, notes: Notes, troubles: Troubles, server_name: str, pace: StreamIntervals = StreamIntervals()
+        self, notes: PostgresNotes, troubles: Troubles, server_name: str, pace: StreamIntervals = StreamIntervals()
     ) -> None:
         self._notes = notes
         self._pace = pace

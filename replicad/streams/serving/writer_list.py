@@ -17,7 +17,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import StreamRefused
 from replicad.streams.registry import Stream
 from replicad.streams.row_text import MASTER
-from replicad.streams.store import Store
+from replicad.streams.store import PostgresStore
 
 ALL = "+"  # the name that stands for all writers of a crowded stream
 SHOWN = 20  # writers that one line of the log names
@@ -30,7 +30,13 @@ class WriterList:
     """The list of one stream. `numbers`: of the listed writers. `every`: of all writers that were ever listed."""
 
     def __init__(
-        self, stream: Stream, store: Store, change_writers: ChangeWriters, troubles: Troubles | None, *, max_listed: int
+        self,
+        stream: Stream,
+        store: PostgresStore,
+        change_writers: ChangeWriters,
+        troubles: Troubles | None,
+        *,
+        max_listed: int,
     ) -> None:
         """`change_writers(joining, leaving)` is called for each change; its event is set when readers were sent it."""
         self.every = dict(stream.writers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-from replicad.daemon.service import PositionWatch
+from replicad.daemon.poller import Poller
 from replicad.daemon.troubles import Troubles
 from replicad.errors import TubeRefused, UnknownTube
 from replicad.positions.horizon import LockSource, Reading
@@ -21,7 +21,7 @@ class KnownTubes:
     """The tubes of one schema. A fault of a tube is a trouble of that tube, and the answer to requests for it."""
 
     def __init__(
-        self, pods: PodBook, poller: PositionWatch, waiters: PodWaiters, claim_waiters: ClaimWaiters, troubles: Troubles
+        self, pods: PodBook, poller: Poller, waiters: PodWaiters, claim_waiters: ClaimWaiters, troubles: Troubles
     ) -> None:
         self.tubes: dict[str, TubeInfo] = {}
         self.readings: dict[str, Reading] = {}  # the last reading of each tube

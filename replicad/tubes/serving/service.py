@@ -17,7 +17,8 @@ import trio
 
 from replicad.config.limits import Limits
 from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer, PositionWatch
+from replicad.daemon.poller import Poller
+from replicad.daemon.service import Answers, Feature, Host, Job, Peer
 from replicad.daemon.state_columns import StateView
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
@@ -190,7 +191,7 @@ class TubeService:
         self,
         books: Books,
         limits: Limits,
-        poller: PositionWatch,
+        poller: Poller,
         *,
         troubles: Troubles,
         pace: TubeIntervals = TubeIntervals(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -17,6 +17,7 @@ from replicad.daemon.access import AccessControl
 from replicad.daemon.dispatch import Dispatch
 from replicad.daemon.hub import Hub
 from replicad.daemon.journal import JournalLimits
+from replicad.daemon.poller import Poller
 from replicad.daemon.service import Service
 from replicad.daemon.session import Session
 from replicad.daemon.supervision import keep_running, keep_service
@@ -28,6 +29,7 @@ from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.service import StreamService
 from replicad.streams.serving.trouble_book import TroubleBook
+from replicad.streams.store import PostgresNotes, PostgresStore
 from tests.vocabulary import EVERY
 
 from .memory_streams import MemoryPositions, MemoryStore
@@ -129,10 +131,11 @@ class Streams:
         self.store = store
         self.positions = MemoryPositions()
         self.troubles = desk.troubles
-        self.publisher = Publisher(store, store, limits, self.positions, self.troubles, pace=pace)
-        acks = AckService(store, self.publisher.feeds, self.troubles, pace)
-        book = TroubleBook(store, self.troubles, "example.com", pace)
-        self.service = StreamService(self.publisher, acks, book, self.positions, pace, catchups=catchups)
+        poller, rows, notes = cast(Poller, self.positions), cast(PostgresStore, store), cast(PostgresNotes, store)
+        self.publisher = Publisher(rows, store, limits, poller, self.troubles, pace=pace)
+        acks = AckService(notes, self.publisher.feeds, self.troubles, pace)
+        book = TroubleBook(notes, self.troubles, "example.com", pace)
+        self.service = StreamService(self.publisher, acks, book, poller, pace, catchups=catchups)
         self.connect = desk.connect
 
     def why(self, name: str) -> str:

@@ -84,7 +84,7 @@ class Table:
 
 
 class MemoryRows:
-    """`Rows` of a table in memory."""
+    """`TableRows` of a table in memory."""
 
     def __init__(self, store: MemoryStore, stream: Stream) -> None:
         if stream.fault is not None:
@@ -195,7 +195,10 @@ class MemoryRows:
 
 
 class MemoryStore:
-    """`Store`, `Notes` and `Windows`. `fails[what]` is raised by every call of that kind: `registry`, `rows`, ..."""
+    """`PostgresStore`, `PostgresNotes` and `Windows` in memory.
+
+    `fails[what]` is raised by every call of that kind: `registry`, `rows`, ...
+    """
 
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}
@@ -230,7 +233,7 @@ class MemoryStore:
         if kind in self.fails:
             raise self.fails[kind]
 
-    # --- `Store` ---
+    # --- `PostgresStore` ---
 
     def rows(self, stream: Stream) -> MemoryRows:
         return MemoryRows(self, stream)
@@ -332,7 +335,7 @@ class MemoryStore:
         self.generations.setdefault(stream.name, []).append(begun)
         self.change(stream.name, epoch=epoch, continues=True)
 
-    # --- `Notes` ---
+    # --- `PostgresNotes` ---
 
     async def note_acks(self, some: Sequence[ReaderAck]) -> None:
         await self.answer("acks")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from replicad.streams.store import PostgresStore
 from tests.store_suite import check_store
 
 from .memory_streams import MemoryStore
@@ -16,4 +19,4 @@ async def test_the_store_in_memory_keeps_the_claims_of_every_store() -> None:
         if body == "poison":
             store.tables["s"].poison.add(id)
 
-    await check_store(store, insert)
+    await check_store(cast(PostgresStore, store), insert)

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -17,7 +17,8 @@ from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.relay import MAX_LINE, Relay, RelayIntervals
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused
-from replicad.positions.horizon import Holder, HolderKind, LockSource, Reading, Source
+from replicad.positions.bell import Bell
+from replicad.positions.horizon import Holder, HolderKind, Horizon, LockSource, Reading, Source
 from replicad.protocol.commands import LockReleased, RemoteServerUp
 from tests.daemons import relay_key, relayed
 from tests.vocabulary import EVERY
@@ -83,7 +84,7 @@ async def polling(**recover: Any) -> AsyncIterator[tuple[Poller, MemoryHorizon, 
     horizon, troubles = MemoryHorizon(), Troubles()
     limits = Limits(poll_min=0.01, poll_max=1.0)
     async with trio.open_nursery() as nursery:
-        poller = Poller(horizon, limits, troubles, outages=Outages(first=0.1, longest=5.0), **recover)
+        poller = Poller(cast(Horizon, horizon), limits, troubles, outages=Outages(first=0.1, longest=5.0), **recover)
         nursery.start_soon(poller.run)
         yield poller, horizon, troubles
         nursery.cancel_scope.cancel()
@@ -119,7 +120,7 @@ async def attended() -> AsyncIterator[tuple[Poller, MemoryHorizon, MemoryBell]]:
     async with polling() as (poller, horizon, _), trio.open_nursery() as nursery:
         bell = MemoryBell()
         horizon.rest = {2: 7}
-        nursery.start_soon(poller.attend, bell)
+        nursery.start_soon(poller.attend, cast(Bell, bell))
         await trio.sleep(10)
         yield poller, horizon, bell
         nursery.cancel_scope.cancel()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 import trio
 from trio.testing import MockClock
 
+from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaTooNew
 from replicad.presence.commands import ClearUserSync
@@ -125,7 +126,9 @@ class Broadcaster:
 class World:
     def __init__(self, desk: Desk, book: MemoryRepository) -> None:
         self.book, self.telling, self.troubles = book, Broadcaster(), desk.troubles
-        self.service = PresenceService(book, desk.settings, desk.troubles, self.telling, PresenceIntervals())
+        self.service = PresenceService(
+            book, desk.settings, desk.troubles, cast(Relay, self.telling), PresenceIntervals()
+        )
         self.connect = desk.connect
 
     def causes(self) -> set[str]:

@@ -1,6 +1,6 @@
 """The pictures of a tube and of its partitions at one moment, and the columns that all views of them show.
 
-`operations/island.py` makes the picture of a partition from Postgres, and `serving/service.py` both pictures from the
+`operations/top.py` makes the picture of a partition from Postgres, and `serving/service.py` both pictures from the
 memory of a daemon.
 """
 

@@ -20,7 +20,7 @@ import pytest
 import trio
 
 from replicad.config.settings import Address, ServerSettings
-from replicad.operations.island import Island
+from replicad.operations.top import Island
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
 from tests.commands import replicad_async

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.operations.island import Picture
-from replicad.operations.top import Line, render
+from replicad.operations.top import Line, Picture, render
 
 FAULT = "its table tube.orders is missing: it was dropped, renamed or moved. Restore it, or create an empty one"
 

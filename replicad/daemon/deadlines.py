@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import time
 from heapq import heapify, heappop, heappush
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
 from replicad.protocol.commands import Ping
 
+if TYPE_CHECKING:
+    from replicad.daemon.session import Session
+
 EARLY = 0.05  # seconds; what a PING may come before it is due: a hundredth of its interval
 SLICE = 50  # sessions that are handled before other tasks run: less than a millisecond
 EMPTY = 20  # slots without members that the heap may have, beside as many as have members
-
-
-class Punctual(Protocol):
-    """What has deadlines."""
-
-    def mind(self, now: float) -> float:
-        """Do the work that is due at `now`, PINGs also EARLY seconds before; returns the next deadline. Never
-        raises.
-        """
 
 
 class _Slot:
@@ -37,7 +31,7 @@ class _Slot:
 
     def __init__(self, begin: float) -> None:
         self.begin = begin
-        self.members: set[Punctual] = set()
+        self.members: set[Session] = set()
 
 
 class Deadlines:
@@ -48,7 +42,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._slots: dict[float, _Slot] = {}  # by their begin; slots with members
         self._heap: list[float] = []  # begins of the slots, and of some removed ones
-        self._slot_of: dict[Punctual, _Slot] = {}
+        self._slot_of: dict[Session, _Slot] = {}
         self._sooner = trio.Event()  # set when a deadline is earlier than all that `run` knew
         self._sleeps_until = float("-inf")
         self._ping = b""
@@ -63,13 +57,13 @@ class Deadlines:
         """How many slots it keeps; of the empty slots it removes all but a few."""
         return len(self._heap)
 
-    def set(self, member: Punctual, deadline: float) -> None:
+    def set(self, member: Session, deadline: float) -> None:
         """Call `member.mind` at the deadline, or before, if an earlier deadline was set already."""
         slot = self._slot_of.get(member)
         if slot is None or deadline < slot.begin:
             self._put(member, deadline)
 
-    def forget(self, member: Punctual) -> None:
+    def forget(self, member: Session) -> None:
         """Call it no more; safe to repeat."""
         slot = self._slot_of.pop(member, None)
         if slot is None:
@@ -104,7 +98,7 @@ class Deadlines:
 
     async def _call_due(self) -> None:
         now = trio.current_time()
-        due: list[Punctual] = []  # taken out first: a deadline that is set again may be in the same slot
+        due: list[Session] = []  # taken out first: a deadline that is set again may be in the same slot
         while self._heap and self._heap[0] <= now:
             slot = self._slots.pop(heappop(self._heap), None)
             if slot is not None:
@@ -115,7 +109,7 @@ class Deadlines:
             if done % SLICE == 0:
                 await trio.lowlevel.checkpoint()
 
-    def _put(self, member: Punctual, deadline: float) -> None:
+    def _put(self, member: Session, deadline: float) -> None:
         self.forget(member)
         if deadline == float("inf"):
             return

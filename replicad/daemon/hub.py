@@ -9,7 +9,7 @@ import enum
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -25,6 +25,9 @@ from replicad.keeping import Newest
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.states import CloseReason
+
+if TYPE_CHECKING:
+    from replicad.daemon.session import Session
 
 # A bound on the memory or places held for clients; above it an old client is cut, and a new client is served.
 #
@@ -93,7 +96,7 @@ SLICE = 25  # sessions that get them in one turn: a quarter of a millisecond
 class Announcing:
     """The lines that wait to be handed out, in their order."""
 
-    def __init__(self, listeners: Collection[Member], most: int, turns: Turns) -> None:
+    def __init__(self, listeners: Collection[Session], most: int, turns: Turns) -> None:
         """`most`: the bytes that may wait; if more do, the oldest lines are dropped."""
         self._turns = turns
         self.announced = self.dropped = 0  # lines, since the start
@@ -254,31 +257,6 @@ class _Member:
 GUESTS = 32  # connections of HTTP beyond the limit: health checks are answered while clients have all connections
 
 
-class Member(Protocol):
-    """What the hub needs of a session."""
-
-    def deliver(self, lines: bytes) -> None:
-        """Send whole lines now, if the socket is free, or queue them. Never raises."""
-
-    @property
-    def hears(self) -> bool:
-        """Whether the client may get the lines for all clients."""
-
-    @property
-    def number(self) -> int:
-        """The connection's number, unique in this daemon."""
-
-    @property
-    def sent(self) -> int:
-        """The bytes that its socket has taken."""
-
-    def view(self, now: float) -> ClientView:
-        """Its row in the list of clients."""
-
-    def hang_up(self, reason: CloseReason, text: str = "") -> None:
-        """End the session soon; the text is sent to the peer as ERROR."""
-
-
 @dataclass(frozen=True, slots=True)
 class HubStatistics:
     """The first four are present values, the others counts since the start; `closed` is by reason.
@@ -318,7 +296,7 @@ class Hub:
         self.newcomers = Allowance(limits.max_newcomers)
         self.unfinished = Allowance(limits.unfinished_bytes)
         self.troubles = troubles or Troubles()
-        self._sessions: set[Member] = set()
+        self._sessions: set[Session] = set()
         self._guests: set[object] = set()
         self._accepted = 0
         self._refused = 0
@@ -330,10 +308,10 @@ class Hub:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions)
 
-    def admit(self, session: Member) -> bool:
+    def admit(self, session: Session) -> bool:
         """Add a session. False if the limit is reached, and no connection whose client is not known gives way."""
         if not self._has_room():
             return False
@@ -382,7 +360,7 @@ class Hub:
         """Count a refused connection."""
         self._refused += 1
 
-    def leave(self, session: Member, reason: CloseReason) -> None:
+    def leave(self, session: Session, reason: CloseReason) -> None:
         """Remove a session and count the reason why it ended. Safe to repeat; the first reason counts."""
         if session in self._sessions:
             self._sessions.discard(session)

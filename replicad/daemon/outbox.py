@@ -13,14 +13,14 @@ import socket
 import struct
 import termios
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import trio
 
@@ -28,6 +28,9 @@ from replicad.daemon import cuts
 from replicad.daemon.journal import Channel, Reader
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.states import CloseReason
+
+if TYPE_CHECKING:
+    from replicad.daemon.session import Session
 
 # Large sends in rounds: so many of them in each turn of the event loop, however many clients could be sent something.
 #
@@ -357,22 +360,6 @@ def _unacknowledged(stream: trio.abc.SendStream) -> int:
 QUEUED_BYTES = 1 << 20  # of answers and relayed lines that may wait for one client: ten thousand answers
 
 
-class Owner(Protocol):
-    """What the sending side needs of its session."""
-
-    def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run a task until the session ends. An exception that it raises ends the session."""
-
-    def hang_up(self, reason: CloseReason, text: str = "") -> None:
-        """End the session soon; the text is sent to the peer as ERROR."""
-
-    def note_sent(self) -> None:
-        """Lines were sent: the next PING is due later."""
-
-    def note_waiting(self, look_at: float) -> None:
-        """A send waits for the socket. Call `Outbox.stalls` at that time."""
-
-
 class Outbox:
     """Sends to one peer. At most one task sends at a time; others wait for their turn."""
 
@@ -397,14 +384,14 @@ class Outbox:
     def __init__(
         self,
         stream: trio.abc.SendStream,
-        owner: Owner,
+        owner: Session,
         stall_timeout: float,
         rounds: SendRounds | None = None,
     ) -> None:
         """`stall_timeout`: the seconds within which the peer must accept what is sent at once. `rounds`: the object at
         which large sends wait for their place. QUEUED_BYTES may be exceeded by at most one line. Call `open` next.
         """
-        self._owner: Owner | None = owner
+        self._owner: Session | None = owner
         self._outlet = Outlet(stream, stall_timeout)
         self._rounds = rounds or SendRounds()
         self._turn = trio.Lock()  # held by the task that sends

@@ -561,7 +561,7 @@ class Session(Answering):
         return deadline if self._known_by is None else min(deadline, self._known_by)
 
     def mind(self, now: float) -> float:
-        """`Punctual.mind`: send a PING, or end the session of a peer that is too late."""
+        """Send a PING, or end the session of a peer that is too late."""
         due = self._connection.due(now, EARLY)
         if self._known_by is not None and now >= self._known_by:
             self.hang_up(*cuts.unknown_for_too_long(self._limits, wants_token=self._wants_auth))

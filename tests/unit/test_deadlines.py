@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import cast
 
 import pytest
 import trio
@@ -11,17 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.daemon.deadlines import EARLY, EMPTY, Deadlines
+from replicad.daemon.session import Session
 
 
-class Member:
+class Scheduled:
+    """Has deadlines, as a session."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self.deadlines = deadlines
+
+    def set(self, deadline: float) -> None:
+        self.deadlines.set(cast(Session, self), deadline)
+
+    def forget(self) -> None:
+        self.deadlines.forget(cast(Session, self))
+
+
+class Member(Scheduled):
     """Wants to be called every `interval` seconds."""
 
     def __init__(self, deadlines: Deadlines, first: float, interval: float) -> None:
-        self.deadlines = deadlines
+        super().__init__(deadlines)
         self.interval = interval
         self.due = first
         self.calls: list[tuple[float, float]] = []  # when it was called, and when it was due
-        deadlines.set(self, first)
+        self.set(first)
 
     def mind(self, now: float) -> float:
         self.calls.append((now, self.due))
@@ -61,8 +76,8 @@ async def test_a_deadline_may_come_sooner_and_not_later_than_it_was_set(
     now = trio.current_time()
     member = Member(deadlines, now + 100, 1000.0)
     await trio.sleep(1)
-    deadlines.set(member, now + 10)
-    deadlines.set(member, now + 50)
+    member.set(now + 10)
+    member.set(now + 50)
     await trio.sleep(200)
     assert [at - now for at, _ in member.calls] == pytest.approx([10], abs=EARLY + 1e-6)
 
@@ -71,8 +86,8 @@ async def test_a_member_that_was_forgotten_is_not_called(nursery: trio.Nursery, 
     deadlines = Deadlines()
     nursery.start_soon(deadlines.run)
     members = [Member(deadlines, trio.current_time() + 5, 5.0) for _ in range(2)]
-    deadlines.forget(members[0])
-    deadlines.forget(members[0])
+    members[0].forget()
+    members[0].forget()
     await trio.sleep(7)
     assert [len(member.calls) for member in members] == [0, 1]
     assert len(deadlines) == 1
@@ -85,7 +100,7 @@ async def test_members_that_are_gone_leave_nothing_behind(autojump_clock: object
     crowd = [Member(deadlines, now + 10 + n / 10, 5.0) for n in range(1000)]
     assert deadlines.remembered > 500
     for member in crowd:
-        deadlines.forget(member)
+        member.forget()
     assert len(deadlines) == 1
     assert deadlines.remembered <= EMPTY + 2
     gone = weakref.ref(crowd.pop())
@@ -114,8 +129,11 @@ async def test_an_infinite_deadline_is_none(nursery: trio.Nursery, autojump_cloc
 def test_whoever_has_a_deadline_is_called_at_it_whatever_was_set_and_forgotten(
     steps: list[tuple[str, int, float]],
 ) -> None:
-    class Once:
+    deadlines = Deadlines()
+
+    class Once(Scheduled):
         def __init__(self) -> None:
+            super().__init__(deadlines)
             self.due = float("inf")
 
         def mind(self, now: float) -> float:
@@ -125,7 +143,6 @@ def test_whoever_has_a_deadline_is_called_at_it_whatever_was_set_and_forgotten(
             return self.due
 
     async def play() -> None:
-        deadlines = Deadlines()
         members = [Once() for _ in range(5)]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(deadlines.run)
@@ -134,11 +151,11 @@ def test_whoever_has_a_deadline_is_called_at_it_whatever_was_set_and_forgotten(
                 if what == "wait":
                     await trio.sleep(seconds)
                 elif what == "forget":
-                    deadlines.forget(members[n])
+                    members[n].forget()
                     members[n].due = float("inf")
                 else:
                     members[n].due = min(members[n].due, now + seconds)
-                    deadlines.set(members[n], now + seconds)
+                    members[n].set(now + seconds)
                 late = [trio.current_time() - member.due for member in members]
                 assert max(late) <= EARLY / 2 + 1e-6
                 assert len(deadlines) == sum(member.due < float("inf") for member in members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import pytest
 import trio
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 
 from replicad.daemon.journal import OFFER_BYTES, SLICE, Channel
 from replicad.daemon.outbox import Outbox
+from replicad.daemon.session import Session
 from replicad.errors import StreamRefused
 from replicad.protocol.states import CloseReason
 from tests.lengths import examples
 
 
-class Session:
+class SocketReader:
     """A reader whose socket is free, or not."""
 
     def __init__(self, channel: Channel, *, free: bool = True, extended: bool = False) -> None:
@@ -39,7 +41,7 @@ class Session:
 
 async def test_a_reader_at_the_head_is_sent_a_small_chunk_and_is_not_woken() -> None:
     channel = Channel("s", {})
-    free, full = Session(channel), Session(channel, free=False)
+    free, full = SocketReader(channel), SocketReader(channel, free=False)
     await channel.append(b"1\n")
     assert (free.sent, free.woken, free.reader.take_nowait()) == ([b"1\n"], 0, [])
     assert (full.sent, full.woken, full.reader.take_nowait()) == ([], 1, [b"1\n"])
@@ -47,7 +49,7 @@ async def test_a_reader_at_the_head_is_sent_a_small_chunk_and_is_not_woken() -> 
 
 async def test_a_reader_that_is_behind_takes_everything_in_order_by_itself() -> None:
     channel = Channel("s", {})
-    behind = Session(channel, free=False)
+    behind = SocketReader(channel, free=False)
     await channel.append(b"1\n")
     behind.free = True
     await channel.append(b"2\n")
@@ -59,7 +61,7 @@ async def test_a_reader_that_is_behind_takes_everything_in_order_by_itself() -> 
 
 async def test_a_large_chunk_and_inserted_lines_go_the_usual_way() -> None:
     channel = Channel("s", {})
-    one = Session(channel)
+    one = SocketReader(channel)
     await channel.append(b"x" * (OFFER_BYTES + 1))
     assert (one.sent, one.woken) == ([], 1)
     assert one.reader.take_nowait() == [b"x" * (OFFER_BYTES + 1)]
@@ -71,7 +73,7 @@ async def test_a_large_chunk_and_inserted_lines_go_the_usual_way() -> None:
 
 async def test_a_chunk_for_subscribers_by_name_passes_the_others_by() -> None:
     channel = Channel("s", {})
-    plain, extended = Session(channel), Session(channel, extended=True)
+    plain, extended = SocketReader(channel), SocketReader(channel, extended=True)
     await channel.append(b"WRITERS\n", extended=True)
     await channel.append(b"1\n")
     assert (plain.sent, extended.sent) == ([b"1\n"], [b"WRITERS\n", b"1\n"])
@@ -81,7 +83,7 @@ async def test_a_chunk_for_subscribers_by_name_passes_the_others_by() -> None:
 async def test_other_tasks_run_between_slices_of_many_readers(event: str) -> None:
     """What they do to readers that had no turn yet counts: nothing is sent after a close or the end of the journal."""
     channel = Channel("s", {})
-    sessions = [Session(channel) for _ in range(3 * SLICE)]
+    sessions = [SocketReader(channel) for _ in range(3 * SLICE)]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(channel.append, b"1\n")
         while not any(one.sent for one in sessions):
@@ -122,6 +124,10 @@ class Owner:
     def note_waiting(self, look_at: float) -> None: ...
 
 
+def outbox_of(stream: trio.SocketStream, owner: Owner) -> Outbox:
+    return Outbox(stream, cast(Session, owner), 60)
+
+
 STEPS = st.one_of(
     st.integers(1, 3000).map(lambda size: ("append", size)),
     st.integers(1, 50).map(lambda size: ("post", size)),
@@ -148,7 +154,7 @@ def test_a_peer_gets_all_lines_whole_and_in_order_however_its_socket_takes_them(
                 return b""
 
         async with trio.open_nursery() as nursery:
-            outbox = Outbox(stream, Owner(nursery), 60)
+            outbox = outbox_of(stream, Owner(nursery))
             outbox.open()
             channel = Channel("s", {})
             outbox.read(channel, 0, extended=False)
@@ -188,7 +194,7 @@ async def test_a_connection_that_breaks_ends_its_own_session_only(nursery: trio.
         streams.append(trio.SocketStream(trio.socket.from_stdlib_socket(left)))
         owners.append(Owner(nursery))
         peers.append(right)
-        outbox = Outbox(streams[-1], owners[-1], 60)
+        outbox = outbox_of(streams[-1], owners[-1])
         outbox.open()
         outbox.read(channel, 0, extended=False)
     await trio.testing.wait_all_tasks_blocked()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import pytest
 import trio
 import trio.testing
 
 from replicad.daemon.outbox import Outbox
+from replicad.daemon.session import Session
 from replicad.protocol.states import CloseReason
 
 
@@ -46,7 +48,7 @@ class Wire:
         self.peer.setblocking(False)
         self.stream = trio.SocketStream(trio.socket.from_stdlib_socket(left))
         self.owner = Owner(nursery)
-        self.outbox = Outbox(self.stream, self.owner, 60)
+        self.outbox = Outbox(self.stream, cast(Session, self.owner), 60)
 
     def received(self) -> bytes:
         try:

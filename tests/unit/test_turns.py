@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import trio
 import trio.testing
 from trio.testing import MockClock
 
 from replicad.daemon.hub import BATCH, SLICE, Announcing
+from replicad.daemon.session import Session
 from replicad.daemon.turns import PATIENCE, TURN_LINES, Turns
 from replicad.protocol.states import CloseReason
 
@@ -127,9 +130,13 @@ async def test_newcomers_whose_lines_do_not_end_wait_for_a_turn_each(door: Open,
     assert at.hub.statistics().turns >= len(crowd)
 
 
+def announcing_to(ears: list[Ear], most: int) -> Announcing:
+    return Announcing(cast(list[Session], ears), most, Turns(1, 1))
+
+
 async def test_announcements_go_out_in_slices_and_together(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
     ears = [Ear() for _ in range(10 * SLICE)]
-    announcing = Announcing(ears, 1 << 20, Turns(1, 1))
+    announcing = announcing_to(ears, 1 << 20)
     nursery.start_soon(announcing.run)
     await trio.testing.wait_all_tasks_blocked()
     announcing.put(b"first\n", None)
@@ -150,7 +157,7 @@ async def test_a_sender_waits_for_room_and_what_cannot_wait_is_dropped_and_count
     nursery: trio.Nursery, autojump_clock: MockClock
 ) -> None:
     ear = Ear()
-    announcing = Announcing([ear], 2 * BATCH, Turns(1, 1))
+    announcing = announcing_to([ear], 2 * BATCH)
     line = b"x" * 999 + b"\n"
     for _ in range(2 * BATCH // len(line) + 5):
         announcing.put(line, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -450,6 +451,52 @@ async def test_a_sequence_that_may_not_be_read_is_no_change_of_history_and_holds
         await db.execute(f"GRANT SELECT ON SEQUENCE events_id_seq TO {DAEMON}")
         assert await registry.continue_streams(daemon) == 1
     assert (await registry.load_lineages(db))["events"].shared(before.epoch) == Vector(20)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        "DROP TABLE gone",
+        "ALTER TABLE gone ALTER id DROP DEFAULT; DROP SEQUENCE gone_id_seq",
+        "DROP TABLE gone; CREATE TABLE gone (id bigserial PRIMARY KEY)",
+        "DROP TABLE positions",
+    ],
+)
+@pytest.mark.parametrize("reason", ["restarted", "ids_went_back"])
+async def test_a_dropped_relation_keeps_no_other_stream_from_going_on_after_a_restart_of_the_server(
+    db: Database, drop: str, reason: str
+) -> None:
+    await db.execute(
+        "CREATE TABLE gone (id bigserial PRIMARY KEY); CREATE TABLE left_alone (id bigserial PRIMARY KEY);"
+        "CREATE TABLE published (id bigserial PRIMARY KEY, writer text);"
+        "CREATE TABLE positions (stream_name text, instance_name text, stream_id bigint)"
+    )
+    await registry.add(db, "gone", "gone", "id")
+    await registry.add(db, "left_alone", "left_alone", "id")
+    await registry.add(
+        db,
+        "published",
+        "published",
+        "id",
+        instance_column="writer",
+        method=Method.POSITIONS_TABLE,
+        positions_table="positions",
+    )
+    for stream in (await registry.load_streams(db)).values():
+        await registry.publish(db, stream, 1, {})
+    await db.execute(drop)
+    # The server was restarted: what stands in the place of its start time is another one.
+    await db.execute(
+        "UPDATE replicad.stream_generation SET incarnation = array_to_string("
+        "(string_to_array(incarnation, '/'))[1:3] || ARRAY['0', '0'], '/')"
+    )
+    await registry.continue_streams(db)
+    found = await registry.load_streams(db)
+    assert (found["left_alone"].continues, found["left_alone"].fault) == (True, None)
+    unfit = found["published" if "positions" in drop else "gone"]
+    assert unfit.fault is not None
+    with suppress(StreamRefused):
+        await registry.fork(db, unfit, reason)
 
 
 @pytest.mark.parametrize(("open_one", "shared"), [(False, 17), (True, 0)])

@@ -127,6 +127,9 @@ BEGIN
         PERFORM stream_refuse(format('sequence %s may not be read, so nothing is known of the ids that it gives out', s.sequence),
             format('run: GRANT SELECT ON SEQUENCE %s TO %I', s.sequence, current_user));
     END IF;
+    IF has_sequence_privilege(s.sequence, 'SELECT') IS NULL OR NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = s.relation) THEN
+        RETURN NULL;  -- dropped
+    END IF;
     last := pg_sequence_last_value(s.sequence);
     SELECT p.position, p.xmin INTO noted, since FROM stream_position p WHERE p.stream = s.number AND p.writer = 0;
     IF s.method = 'positions_table' OR g.sequence IS DISTINCT FROM s.sequence::oid OR g.relation IS DISTINCT FROM s.relation::oid
@@ -255,7 +258,8 @@ BEGIN
     FOR s IN SELECT * FROM stream x ORDER BY x.number LOOP
         g := stream_generation_now(s);
         CONTINUE WHEN stream_continues(s, g) OR (stream_question_of(s)).problem IS NOT NULL
-            OR NOT has_sequence_privilege(s.sequence, 'SELECT');  -- it is not served (stream_denied), and goes on with the right
+            -- without the right it is not served (stream_denied), nor where the sequence was dropped (NULL; stream_fault)
+            OR has_sequence_privilege(s.sequence, 'SELECT') IS NOT TRUE;
         old := string_to_array(g.incarnation, '/');
         PERFORM stream_fork(s.number, g.id, CASE
             WHEN old[1] <> present[1] THEN 'other_server'

@@ -20,7 +20,7 @@ from .fake import FakeDaemon
 
 BLOCKING = """
 import logging, sys, time
-from replicad.caches.following import BlockingCacheInvalidator
+from replicad.caches.blocking_invalidator import BlockingCacheInvalidator
 from replicad.client import Connected, Disconnected
 from replicad.retry import Backoff
 from replicad.client.blocking_client import BlockingClient

@@ -92,7 +92,7 @@ class Shelf:
 
 
 class MemoryStore:
-    """As `replicad.sender.store.Store`, with time by trio's clock."""
+    """As `replicad.sender.store.SenderStore`, with time by trio's clock."""
 
     def __init__(self) -> None:
         self.shelves: defaultdict[str, Shelf] = defaultdict(Shelf)

@@ -37,7 +37,7 @@ FAMILIES = (RUNNING, DESTINATIONS, FAILING, FAILING_FOR, PARKED)
 
 class SenderFigures:
     """`Source` for the senders of the daemon's database. The label `stream` is the stream of facts, or what stands for
-    it (`replicad.sender.store.Store`).
+    it (`replicad.sender.store.SenderStore`).
     """
 
     def __init__(self, db: Database, schema: str) -> None:

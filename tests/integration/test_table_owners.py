@@ -463,7 +463,7 @@ async def test_positions_unused_sequences_and_looks_for_late_rows_are_read_as_th
     async with PostgresWindows(events, 100, "replicad").looking(stream) as look:
         window = await look.window(0, 100)
         assert (list(window.ids), window.counts) == ([41], None)
-        assert await look.attached(f"{team}.plain", 50, 50) == (1, 41, 41)
+        assert await look.attached(f"{team}.plain", 50, 50) == [(1, 41, 41, False)]
 
 
 async def test_a_renamed_owner_and_a_restore_without_owners_leave_readers_that_work_or_are_made_again(

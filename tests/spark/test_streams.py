@@ -93,7 +93,7 @@ def test_rows_that_were_trimmed_are_data_loss_or_a_warning(daemon: FakeDaemon) -
     rows = fill(daemon)
     query = Query(options(daemon))
     daemon.trimmed["events"] = rows[3][1]
-    with pytest.raises(DataLoss, match=r"events behind .* are gone.*failOnDataLoss=false"):
+    with pytest.raises(DataLoss, match=r"events after .* are lost.*failOnDataLoss=false"):
         query.trigger()
     daemon.streams["events"] = daemon.streams["events"][4:]
     assert Query(options(daemon, failOnDataLoss="false"), query.offsets[:1]).trigger() == rows[4:]

@@ -224,7 +224,7 @@ class _PostgresLook:
 
     async def attached(self, table: str, before: int, position: int) -> Sequence[Attached]:
         rows = await self._fetch("late_attached", before, position, MAX_COUNTED, table=table)
-        return [Attached(row["rows"], row["first"], row["last"], row["fresh"]) for row in rows]
+        return [Attached(row["rows"], row["first"], row["last"], bool(row["fresh"])) for row in rows]
 
     async def _fetch(self, query: str, *args: object, table: str | None = None, apart: str = "") -> list[Any]:
         assert self.connection is not None

@@ -136,8 +136,9 @@ async def test_who_comes_when_it_has_stopped_is_told_where_the_stream_stands_and
 async def test_a_row_that_was_spoiled_after_it_was_published_stops_who_catches_up_and_nobody_else(
     risky: Database, netcat: Connect, nc: Netcat
 ) -> None:
-    await put(risky, 1, 2, 3, 4)
     await nc.send("REPLICATE risky EARLIEST")
+    await until(nc, "POSITION risky master 0 0")
+    await put(risky, 1, 2, 3, 4)  # new rows: old ones would be kept as a piece for the next client
     await until(nc, "RDATA risky master 4 3")
     await risky.execute("UPDATE risky SET n = 0 WHERE id = 3")
     async with netcat() as late:

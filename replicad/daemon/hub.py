@@ -17,7 +17,7 @@ from replicad.config.limits import Limits
 from replicad.daemon.clients import CUTS_KEPT, ORDINARY, ClientView, Cut
 from replicad.daemon.deadlines import Deadlines
 from replicad.daemon.fairness import ByAddress
-from replicad.daemon.outbox import SendRounds
+from replicad.daemon.outbox import Rounds, SendRounds
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import TURN_BYTES, TURN_LINES, Turns
@@ -254,6 +254,7 @@ class _Member:
     stage: Stage
 
 
+ENDS = 4  # sessions whose end begins in a turn of the event loop, as many as begin in it; each takes half a millisecond
 GUESTS = 32  # connections of HTTP beyond the limit: health checks are answered while clients have all connections
 
 
@@ -292,6 +293,7 @@ class Hub:
         self.deadlines = Deadlines()
         self.turns = Turns(TURN_LINES, TURN_BYTES)
         self.rounds = SendRounds()
+        self.ends = Rounds(ENDS)
         self.handshakes = Underway(limits.tls_handshakes)
         self.newcomers = Allowance(limits.max_newcomers)
         self.unfinished = Allowance(limits.unfinished_bytes)
@@ -382,14 +384,15 @@ class Hub:
         self.announcing.put(command.render().encode() + b"\n", sender)
 
     async def run(self, restarts: Restarts = Restarts()) -> None:
-        """Keep the deadlines of all sessions, assign places to send, and pass on lines for all clients, until
-        cancelled.
+        """Keep the deadlines of all sessions, assign places to send and to end, and pass on lines for all clients,
+        until cancelled.
         """
         jobs = (
             ("deadlines", self.deadlines.run),
             ("announcing", self.announcing.run),
             ("sends of old rows", self.rounds.old.run),
             ("sends of new rows", self.rounds.new.run),
+            ("ends", self.ends.run),
         )
         async with trio.open_nursery() as nursery:
             for name, job in jobs:

@@ -48,8 +48,8 @@ from replicad.protocol.words import Side, sendable
 # How a connection ends: the reason for an exception, and the last ERROR to the peer.
 
 
-RECEIVE_BYTES = 65536
 DRAIN_BYTES = 4 << 20  # of input that is read and discarded after the last ERROR to a client that is known
+DRAINED = 65536  # of these at a time
 
 _REASONS: tuple[tuple[type[Exception], CloseReason], ...] = (
     (NotAuthorised, CloseReason.NOT_AUTHORISED),
@@ -85,11 +85,11 @@ def error_line(text: str) -> Error:
     return Error(sendable(text))
 
 
-async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns: Turns) -> None:
+async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns: Turns, address: str) -> None:
     """Send ERROR and close this side; then read what the peer sends until it closes its side, at most `drain` bytes.
 
     With `drain` 0 only input that has arrived is read. Closing with unread input would send a reset, which can discard
-    the ERROR. The caller bounds the time.
+    the ERROR. `address`: of the peer, for its turns. The caller bounds the time.
     """
     with suppress(*LOST):
         await stream.send_all(error_line(text).render().encode() + b"\n")
@@ -97,10 +97,10 @@ async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns:
             await stream.send_eof()
         if not drain:
             with trio.move_on_after(0):  # only input that has arrived
-                await stream.receive_some(RECEIVE_BYTES)
-        while drain > 0 and (data := await stream.receive_some(RECEIVE_BYTES)):
+                await stream.receive_some(DRAINED)
+        while drain > 0 and (data := await stream.receive_some(DRAINED)):
             drain -= len(data)
-            await turns.next()
+            await turns.next(address)
 
 
 # The receiving side of one connection. On a plain socket it costs an idle connection three frames instead of six.
@@ -125,12 +125,20 @@ class Inlet:
             return bytes(await self._stream.receive_some(most))
         while True:
             await trio.lowlevel.wait_readable(self._socket)
-            try:
-                return os.read(self._socket.fileno(), most)
-            except BlockingIOError:
-                continue  # woken without data
-            except OSError as error:
-                raise trio.BrokenResourceError(f"cannot receive: {error.strerror}") from error
+            data = self.receive_nowait(most)
+            if data is not None:  # else it was woken without data
+                return data
+
+    def receive_nowait(self, most: int) -> bytes | None:
+        """As `receive`, on a plain socket. None: there is no input yet, or the stream is another one."""
+        if self._socket is None:
+            return None
+        try:
+            return os.read(self._socket.fileno(), most)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise trio.BrokenResourceError(f"cannot receive: {error.strerror}") from error
 
 
 # What services call to answer a client: queue commands, stream lines, follow journals. The base of `Session`.
@@ -161,6 +169,11 @@ class Answering:
     def identity(self) -> str:
         """The client's name (its address if it has none) and number, as shown in lists and leases."""
         return f"{(self.name or self.peer).replace(' ', '_')}#{self.number}"
+
+    @property
+    def _address(self) -> str:
+        """Of the client, without the port; of IPv6 the network, as `network_of` has it."""
+        return network_of(self.peer.rpartition(":")[0].strip("[]"))
 
     @property
     def line_bytes(self) -> int:
@@ -208,7 +221,7 @@ class Answering:
 
     async def give_way(self) -> None:
         """Wait for the next turn: for work in masses, such as reading a long list."""
-        await self._hub.turns.next()
+        await self._hub.turns.next(self._address)
 
     async def send(self, *pieces: Piece, to_go: float = 0.0) -> None:
         """`Outbox.send`."""
@@ -239,7 +252,6 @@ if TYPE_CHECKING:
     from replicad.config.settings import ServerSettings
 
 ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
-PAUSE = 0.001  # seconds without input, after which a peer that sent much is as good as any other
 _numbers = count(1)
 
 
@@ -322,11 +334,6 @@ class Session(Answering):
         return self.outbox.sent
 
     @property
-    def _address(self) -> str:
-        """Without the port; of IPv6 the network, as `network_of` has it."""
-        return network_of(self.peer.rpartition(":")[0].strip("[]"))
-
-    @property
     def asker(self) -> Asker:
         """`Peer.asker`."""
         return Asker(self.access.name or self._address, self.number)
@@ -362,6 +369,8 @@ class Session(Answering):
                 self.outbox.open()
                 with self._reading:
                     await self._guarded(self._read, (handle,))
+                self._drop_input()
+                await self._hub.ends.next()
                 await self._finish()
                 nursery.cancel_scope.cancel()
         finally:
@@ -403,18 +412,22 @@ class Session(Answering):
         self._closed_by.clear()
         self._before_end.clear()
         self._nursery = None
-        self._connection.drop()
+        self._drop_input()
         self._hub.deadlines.forget(self)
         self._hub.newcomers.leave(self)
-        self._hub.unfinished.leave(self)
         self._hub.leave(self, reason)
+
+    def _drop_input(self) -> None:
+        """Forget what was received: nothing more is read."""
+        self._connection.drop()
+        self._hub.unfinished.leave(self)
 
     async def _close(self, text: str) -> None:
         if text and not self.outbox.torn:  # after half a line the peer could not parse the ERROR
             with trio.move_on_after(ERROR_GRACE, shield=True):
                 try:
                     drain = DRAIN_BYTES if self._known_by is None else 0
-                    await send_last_error(self._stream, text, drain, self._hub.turns)
+                    await send_last_error(self._stream, text, drain, self._hub.turns, self._address)
                 except Exception as error:  # noqa: BLE001 - the stream is closed in any case
                     self._record(error, "end")
         with trio.CancelScope(shield=True):
@@ -435,22 +448,25 @@ class Session(Answering):
 
     async def _read(self, handle: Handler) -> None:
         """Handle commands until the peer closes its side or breaks the protocol; queued requests are answered first."""
-        inlet = Inlet(self._stream)
-        pours = False  # whether the peer sends more than is handled in one turn, without a pause
+        inlet, turns = Inlet(self._stream), self._hub.turns
+        pours = False  # whether the peer has sent more than is handled in one turn, so that more may have come
         self.access.begin(self)
         if self.access.wants_auth and not self._wants_auth:  # it was known by its certificate when the session was made
             raise HangUp(CloseReason.NOT_AUTHORISED, WITHDRAWN)
         try:
             while True:
-                asked = trio.current_time()
-                data = await inlet.receive(RECEIVE_BYTES if self._known_by is None else self._limits.first_line)
+                most = turns.size if self._known_by is None else min(self._limits.first_line, turns.size)
+                data = None
+                if pours:
+                    await turns.next(self._address)  # before reading: what waits is in no memory of ours
+                    data = inlet.receive_nowait(most)
+                if data is None:
+                    data = await inlet.receive(most)
                 if not data:
                     break
-                if pours and trio.current_time() < asked + PAUSE:
-                    await self._hub.turns.next()
                 if self._known_by is not None and b"\n" not in data:
-                    await self._hub.turns.next()  # all of a crowd may be too long, and have to be closed
-                pours = await self._handle_lines(data, handle)
+                    await turns.next(self._address)  # all of a crowd may be too long, and have to be closed
+                pours = await self._handle_lines(data, handle) or len(data) == most
         except ProtocolError as error:
             await self._wait_answered()
             if not isinstance(error, LineTooLong):
@@ -462,17 +478,13 @@ class Session(Answering):
         raise HangUp(CloseReason.PEER_CLOSED)
 
     async def _handle_lines(self, data: bytes, handle: Handler) -> bool:
-        """Handle received input, in slices of one turn's budget. True if it was more than one slice."""
-        turns = self._hub.turns
-        several = len(data) > turns.size
-        for begin in range(0, len(data), turns.size):
-            if begin:
-                await turns.next()
-            self._connection.receive_data(data[begin : begin + turns.size], trio.current_time())
-            self._note_unfinished()
-            while await self._handle_some(handle):
-                several = True
-                await turns.next()
+        """Handle received input, in slices of one turn's lines. True if it was more than one slice."""
+        self._connection.receive_data(data, trio.current_time())
+        self._note_unfinished()
+        several = False
+        while await self._handle_some(handle):
+            several = True
+            await self._hub.turns.next(self._address)
         return several
 
     async def _handle_some(self, handle: Handler) -> bool:

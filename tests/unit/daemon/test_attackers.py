@@ -20,12 +20,12 @@ from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import handshakes
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.handshakes import Handshakes
-from replicad.daemon.hub import Hub
+from replicad.daemon.hub import ENDS, Hub
 from replicad.daemon.listener import Acceptor, AcceptQueues, listen
 from replicad.daemon.relay import Relay
-from replicad.daemon.session import Session
+from replicad.daemon.session import Inlet, Session
 from replicad.daemon.troubles import Troubles
-from replicad.daemon.turns import Turns
+from replicad.daemon.turns import TURN_BYTES, TURN_LINES, Turns
 from tests.vocabulary import EVERY
 
 from .test_poller_and_relay import Bus
@@ -357,5 +357,110 @@ async def test_a_polite_client_is_answered_while_relays_flood_a_crowd(server: Op
             announced = attacked.hub.statistics().announced
             nursery.cancel_scope.cancel()
     assert announced < 20_000
+    for link in crowd:
+        link.close()
+
+
+class InTurns(trio.abc.Instrument):
+    """Counts events in each turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.most = self.all = self._now = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.most, self._now = max(self.most, self._now), 0
+
+    def count(self) -> None:
+        self.all += 1
+        self._now += 1
+
+
+async def test_the_sessions_of_a_crowd_that_leaves_end_a_few_in_a_turn(
+    server: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, finish = InTurns(), Session._finish
+
+    async def counted(self: Session) -> None:
+        ended.count()
+        await finish(self)
+
+    monkeypatch.setattr(Session, "_finish", counted)
+    attacked = await server()
+    attacked.accept()
+    crowd = [attacked.connect(b"NAME x\n") for _ in range(200)]
+    with trio.fail_after(HANG):
+        while len(attacked.hub) < len(crowd):
+            await trio.sleep(0.01)
+        trio.lowlevel.add_instrument(ended)
+        for link in crowd:
+            link.close()
+        while len(attacked.hub):
+            await trio.sleep(0.01)
+        trio.lowlevel.remove_instrument(ended)
+    assert ended.all == len(crowd)
+    assert ended.most <= ENDS
+
+
+async def test_of_a_crowd_that_pours_one_is_read_in_a_turn_and_waits_in_the_sockets(
+    server: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received, receive = InTurns(), Inlet.receive_nowait
+
+    def counted(self: Inlet, most: int) -> bytes | None:
+        data = receive(self, most)
+        if data and data.startswith(b"y"):
+            received.count()
+        return data
+
+    monkeypatch.setattr(Inlet, "receive_nowait", counted)
+    attacked = await server()
+    attacked.accept()
+    pouring = b"PING x\n" + b"x" * 4 * TURN_BYTES + b"y" * 8 * TURN_BYTES
+    crowd = [attacked.connect() for _ in range(50)]
+    with trio.fail_after(HANG):
+        while len(attacked.hub) < len(crowd):
+            await trio.sleep(0.01)
+        trio.lowlevel.add_instrument(received)
+        for link in crowd:
+            link.sendall(pouring)
+        while received.all < 7 * len(crowd):
+            await trio.sleep(0.01)
+        trio.lowlevel.remove_instrument(received)
+    assert received.most <= 2, "the one whose turn it is, and the one after it"
+    for link in crowd:
+        link.close()
+
+
+async def test_long_input_of_one_address_waits_behind_one_client_of_another_and_not_behind_its_crowd(
+    server: Open,
+) -> None:
+    attacked = await server()
+    attacked.accept()
+    crowd = [attacked.connect(b"NAME x\n", "127.0.0.2") for _ in range(30)]
+    pings = b"PING x\n" * 10_000
+
+    async def flood(link: socket.socket) -> None:
+        link.setblocking(False)
+        while True:
+            await trio.lowlevel.wait_writable(link)
+            link.send(pings)
+
+    with trio.fail_after(HANG):
+        while len(attacked.hub) < len(crowd):
+            await trio.sleep(0.01)
+        async with trio.open_nursery() as nursery:
+            for link in crowd:
+                nursery.start_soon(flood, link)
+            async with await trio.open_tcp_stream(*attacked.address) as polite:
+                while attacked.hub.statistics().turns < 10 * len(crowd):
+                    await trio.sleep(0.01)
+                before = attacked.hub.statistics().turns
+                await polite.send_all(b"PING x\n" * TURN_LINES * 100 + b"HELP PING\n")
+                heard = b""
+                while b"HELP PING" not in heard:
+                    heard += await polite.receive_some(1000)
+                turns = attacked.hub.statistics().turns - before
+            nursery.cancel_scope.cancel()
+    assert turns < 100 * len(crowd) / 3, "some 2 for each of its 100 slices"
     for link in crowd:
         link.close()

@@ -65,10 +65,11 @@ def _unseen(row: Any) -> str:
 
 
 def attach_command(row: Any, table: str) -> str:
-    """The command that attaches a table again as it is; `row` has tube, shard, predicate and routing."""
+    """The command that attaches a table again as it is; `row` has tube, shard, predicate, routing and key."""
     named = quote(table) if table and " or " not in table else "TABLE"
     own = "".join(f" --{what} {quote(row[what])}" for what in ("predicate", "routing") if row[what] is not None)
-    return f"replicad tubes attach {quote(row['tube'])} {named} --shard {row['shard']}{own}"
+    key = "" if row["key"] == ["id"] else f" --key {quote(','.join(row['key']))}"
+    return f"replicad tubes attach {quote(row['tube'])} {named} --shard {row['shard']}{own}{key}"
 
 
 def _backfill(row: Any) -> str:

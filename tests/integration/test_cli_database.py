@@ -158,13 +158,13 @@ def test_a_backfill_that_would_read_a_large_table_again_and_again_names_the_inde
     for shard, table in enumerate(("small", "parts", "big")):
         run("tubes", "attach", "t", table, "--shard", str(shard))
     psql(database_url, "UPDATE pg_class SET reltuples = 5e6 WHERE relname IN ('big', 'parts_1')")
-    index = 'CREATE INDEX CONCURRENTLY ON big ("a b", id)'
+    index = 'CREATE INDEX CONCURRENTLY ON big ("a b", "id")'
     backfill = ("tubes", "backfill", "t", "--order-by", "a b")
     refused = run(*backfill, "--shards", "2", status=2)
     assert index in refused
     assert "about 5,000,000 ids" in refused
     assert "--without-index" in refused
-    assert 'CREATE INDEX ON parts ("a b", id). To schedule' in run(*backfill, status=2)
+    assert 'CREATE INDEX ON parts ("a b", "id"). To schedule' in run(*backfill, status=2)
     assert not any(row["backfill"] for row in run("tubes", "list", "--json")), "nothing was scheduled"
     assert "3 shards scheduled" in run(*backfill, "--without-index")
     listed = {row["tbl"]: row["backfill"] for row in run("tubes", "list", "--json")}
@@ -176,6 +176,24 @@ def test_a_backfill_that_would_read_a_large_table_again_and_again_names_the_inde
     run("tubes", "backfill", "t", "--cancel")
     psql(database_url, "CREATE INDEX ON big (\"a b\"); UPDATE pg_class SET reltuples = 5e6 WHERE relname = 'big'")
     assert run(*backfill, "--shards", "2") == "1 shards scheduled\n"
+
+
+def test_a_table_is_attached_by_its_primary_key_or_by_a_named_one(run: Run, database_url: str) -> None:
+    psql(database_url, "CREATE TABLE film (film_id integer PRIMARY KEY, code smallint UNIQUE, title text)")
+    run("tubes", "create", "films")
+    run("tubes", "attach", "films", "film", "--shard", "1")
+    assert [row["key"] for row in run("tubes", "list", "--json")] == [["film_id"]]
+    assert "film_id" in run("tubes", "list")
+    psql(database_url, "INSERT INTO film VALUES (7, 70)")
+    run("tubes", "attach", "films", "film", "--shard", "1", "--key", "code")
+    psql(database_url, "UPDATE film SET title = 'x'")
+    assert psql(database_url, "SELECT ids FROM tube.films ORDER BY seq").split() == ["{7}", "{70}"]
+    assert "1 shards scheduled" in run("tubes", "backfill", "films")
+    assert [row["backfill"] for row in run("tubes", "list", "--json")] == ["scheduled by code"]
+    assert "no column called nope" in run("tubes", "attach", "films", "film", "--key", "nope", status=7)
+    psql(database_url, "DROP TRIGGER film_films_after_update_trigger ON film")
+    (state,) = [row["state"] for row in run("tubes", "list", "--json")]
+    assert "tubes attach films public.film --shard 1 --key code," in state
 
 
 def test_ids_are_touched_from_arguments_stdin_and_queries(

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from replicad.config.declaring import TABLES, TEXT, WHOLE, parsed
+from replicad.config.declaring import NAMES, TABLES, TEXT, WHOLE, parsed
 from replicad.errors import TubeRefused
 from replicad.postgres.statements import HOW, call_value, find_relation, load_sql, statement
 from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
@@ -34,6 +34,7 @@ async def present(place: TargetDatabase) -> dict[str, Values]:
                 "shard": row["shard"],
                 "predicate": row["table_predicate"],
                 "routing": row["routing"],
+                "key": row["key"],
             }
     return dict(found)
 
@@ -111,7 +112,9 @@ async def _attach(place: TargetDatabase, tube: str, table: str, values: Values, 
     """Attach the table; with `backfill` and a new attachment its ids are scheduled in the same transaction."""
 
     async def work(run: Run) -> None:
-        await run("tube_table_ensure_attached", tube, table, values["shard"], values["predicate"], values["routing"])
+        key = values["key"] or await run("tube_key_default", table, None)
+        options = values["shard"], values["predicate"], values["routing"], key
+        await run("tube_table_ensure_attached", tube, table, *options)
         if new and values["backfill"] is not None:
             await run("tube_backfill_schedule", tube, values["backfill"], values["shard"], values["shard"])
 
@@ -143,6 +146,7 @@ _TABLE = (
     SectionKey("shard", WHOLE, minimum=0, maximum=MAX_SHARD),
     SectionKey("predicate", TEXT),
     SectionKey("routing", TEXT),
+    SectionKey("key", NAMES),
     SectionKey("shards", _SHARDS, once=True),
     SectionKey("backfill", TEXT, once=True),
 )

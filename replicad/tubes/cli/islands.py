@@ -29,10 +29,12 @@ class NoIndex:
     column: str
     rows: int  # an estimate
     partitioned: bool
+    key: tuple[str, ...]
 
     def __str__(self) -> str:
         how = "" if self.partitioned else " CONCURRENTLY"
-        index = f"CREATE INDEX{how} ON {self.table} ({quoted(self.column)}, id)"
+        columns = ", ".join(map(quoted, dict.fromkeys([self.column, *self.key])))
+        index = f"CREATE INDEX{how} ON {self.table} ({columns})"
         return (
             f"no index on {self.table} begins with {self.column}, so each 100,000 of about {self.rows:,} ids read and "
             f"sort the whole table; to make the backfill fast: {index}"
@@ -70,16 +72,17 @@ class Tubes:
 
         return await self.db.fetch(statement("tube_backfill_states", self.schema))
 
-    async def without_index(self, orders: Sequence[tuple[str, str]]) -> list[NoIndex]:
+    async def without_index(self, orders: Sequence[tuple[str, str, Sequence[str]]]) -> list[NoIndex]:
         """The large tables without an index on the column that orders their backfill.
 
-        `orders`: pairs of a table and that column.
+        `orders`: each table with that column, and with the columns of its key.
         """
         from replicad.postgres.statements import statement
 
-        tables, columns = [table for table, _ in orders], [column for _, column in orders]
+        tables, columns = [table for table, _, _ in orders], [column for _, column, _ in orders]
         rows = await self.db.fetch(statement("tube_without_index", self.schema), tables, columns)
-        return [NoIndex(*row) for row in rows]
+        keys = {table: tuple(key) for table, _, key in orders}
+        return [NoIndex(**dict(row), key=keys[row["table"]]) for row in rows]
 
     async def change(self, what: str, function: str, *args: object) -> Any:
         """As `value`, for a function that locks tables; see `change_with_locks`. `what` names the change."""

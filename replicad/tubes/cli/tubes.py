@@ -35,7 +35,7 @@ def command() -> None:
     \b
       replicad tubes create cities --partitions 4
       replicad tubes attach cities cities --shards all
-      replicad tubes backfill cities --order-by id --shards all
+      replicad tubes backfill cities --shards all
       replicad tubes stats
     """
 
@@ -132,9 +132,12 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
         states = await tubes.states()
         found = await tubes.rows("tube_list", *([table] if table else []))
         running = await tubes.backfills()
+        keys = {(row["tube"], str(row["tbl"])): row["key"] for row in found}
         slow = {
             (one.table, one.column): str(one)
-            for one in await tubes.without_index([(row["tbl"], row["order_col"]) for row in running])
+            for one in await tubes.without_index(
+                [(row["tbl"], row["order_col"], keys.get((row["tube"], row["tbl"]), [])) for row in running]
+            )
         }
         backfills = {(row["tube"], row["tbl"]): _backfill(row, slow) for row in running}
         return [
@@ -153,6 +156,7 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
         "predicate",
         "tbl",
         "shard",
+        "key",
         "table_predicate",
         "routing",
         "unattached",
@@ -161,6 +165,8 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
     ]
     optional = {"predicate", "table_predicate", "routing", "unattached", "backfill"}
     shown = [name for name in columns if name not in optional or any(row[name] for row in rows)]
+    if all(row["key"] in (None, ["id"]) for row in rows):
+        shown.remove("key")
     nothing = "no tube has this table" if table else "there are no tubes; make one: replicad tubes create NAME"
     print_rows([*(["island"] if rows and "island" in rows[0] else []), *shown], rows, as_json=as_json, nothing=nothing)
 
@@ -171,6 +177,7 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
 Examples:
   replicad tubes attach cities public.cities --shard 0
   replicad tubes attach cities cities --shards 1-100
+  replicad tubes attach films public.film --shard 1 --key film_id
   replicad tubes attach cities public.towns --routing 'region_id' \\
     --predicate 'population > 0'""",
 )
@@ -191,24 +198,32 @@ Examples:
 @option(
     "--routing", metavar="SQL", help="Expression on a row that yields its shard, in place of one shard for the table."
 )
+@option(
+    "--key",
+    metavar="COLUMN",
+    help="The column that names a row. Default: the present key of an attached table, or the primary key, or `id`.",
+)
 @island_options
 def attach(
     *, tube: str, tables: tuple[str, ...], shard: int | None, shards: str | None, predicate: str | None,
-    routing: str | None, **options: Any,
+    routing: str | None, key: str | None, **settings: Any,
 ) -> None:  # fmt: skip
     """Record changes of TABLE in TUBE from now on.
 
-    The table must have a column `id`, bigint or smaller. Existing rows are not recorded; use `backfill` for them.
+    The key of the table must be one column: bigint, integer or smallint. Existing rows are not recorded; use `backfill`
+    for them.
     """
     chosen = None if shards is None else parse_shards(shards)
+    wanted = None if key is None else key.split(",")
 
     async def work(tubes: Tubes) -> tuple[list[str], str | None]:
         named = await tubes.find_tables(tables, chosen)
         for table in named:
-            await tubes.change(f"attach {table}", "tube_table_ensure_attached", tube, table, shard, predicate, routing)
+            options = shard, predicate, routing, wanted
+            await tubes.change(f"attach {table}", "tube_table_ensure_attached", tube, table, *options)
         return named, warning_of_mixed(await tubes.rows("tube_list"), tube)
 
-    for island, (named, mixed) in on_islands(options, work):
+    for island, (named, mixed) in on_islands(settings, work):
         _print_each("attached to", tube, island, named)
         if mixed is not None:
             say(mixed)
@@ -405,19 +420,22 @@ def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
 
 @command.command("backfill")
 @_tube
-@option("--order-by", metavar="COLUMN", default="id", show_default=True, help="Order of the ids within a shard.")
+@option("--order-by", metavar="COLUMN", help="Order of the ids within a shard. Default: the first column of the key.")
 @option("--shards", metavar="N|N-M|all", default="all", show_default=True, help="Which shards.")
 @option("--cancel", is_flag=True, help="Cancel the backfills of these shards, scheduled or running.")
 @option("--without-index", is_flag=True, help="Schedule it even if a very large table has no index on COLUMN.")
 @island_options
-def backfill(tube: str, order_by: str, shards: str, *, cancel: bool, without_index: bool, **options: Any) -> None:
+def backfill(
+    tube: str, order_by: str | None, shards: str, *, cancel: bool, without_index: bool, **options: Any
+) -> None:
     """Put every id of the attached tables into TUBE once.
 
     The daemon writes the pods, shard after shard, and workers read them after all others. A shard whose backfill is
     already running is skipped; a backfill in another order is replaced. `tubes list` shows the progress.
 
-    An index on (COLUMN, id) makes a backfill cheap. Without one each 100,000 ids read and sort the whole table. For a
-    table of more than a million rows that is refused without --without-index; the message has the index to create.
+    An index on COLUMN and the key makes a backfill cheap. Without one each 100,000 ids read and sort the whole table.
+    For a table of more than a million rows that is refused without --without-index; the message has the index to
+    create.
     """
     chosen = parse_shards(shards)
     if cancel:
@@ -426,7 +444,9 @@ def backfill(tube: str, order_by: str, shards: str, *, cancel: bool, without_ind
 
     async def work(tubes: Tubes) -> tuple[int, list[NoIndex]]:
         listed = [row for row in await tubes.rows("tube_list") if row["tube"] == tube and row["tbl"] is not None]
-        slow = await tubes.without_index([(str(row["tbl"]), order_by) for row in listed if row["shard"] in chosen])
+        slow = await tubes.without_index(
+            [(str(row["tbl"]), order_by or row["key"][0], row["key"]) for row in listed if row["shard"] in chosen]
+        )
         refused = [] if without_index else [str(one) for one in slow if one.rows > MOST_WITHOUT_INDEX]
         if refused:
             more = f" The same is true of {len(refused) - 1:,} more tables." if refused[1:] else ""

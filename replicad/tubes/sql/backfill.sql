@@ -62,7 +62,7 @@ $$;
 COMMENT ON FUNCTION tube_backfill_step2(interval) IS 'Second step of a backfill: wait for transactions in flight';
 
 -- tube_attached(tube, tbl, order_col): the attachment of a backfill. Raises RT001, and RT005 if the table is not attached,
--- or has no such column, or if the column cannot be sorted. Locks the attachment's row, so that only one backfill of it
+-- or has no such column, or if the column cannot be sorted. order_col NULL: the first column of the key. Locks the attachment's row, so that only one backfill of it
 -- starts at a time. Before that it locks the tube's row and the table, in the same order as the functions that drop tubes
 -- and triggers. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_attached(tube text, tbl regclass, order_col text) RETURNS tube_attachment
@@ -80,18 +80,19 @@ BEGIN
     IF NOT FOUND THEN
         PERFORM tube_refuse('RT005', format('table %s is not attached to tube %L', tbl, tube), 'attach it first');
     END IF;
+    order_col := coalesce(order_col, a.key[1]);
     SELECT format_type(c.atttypid, c.atttypmod) INTO kind FROM pg_attribute c
         WHERE c.attrelid = a.tbl AND c.attname = order_col AND c.attnum > 0 AND NOT c.attisdropped;
     IF NOT FOUND THEN
         PERFORM tube_refuse('RT005', format('table %s has no column %L to order its backfill by', tbl, order_col),
-            'name a column of the table, id for example');
+            'name a column of the table, that of its key for example');
     END IF;
     BEGIN
         EXECUTE format('SELECT FROM (SELECT NULL::%s AS sort_key) AS one WHERE sort_key > NULL::%1$s ORDER BY sort_key',
             kind);
     EXCEPTION WHEN undefined_function OR datatype_mismatch OR ambiguous_function THEN
         PERFORM tube_refuse('RT005', format('a backfill of table %s cannot be ordered by column %I: its type %s has no '
-            'order', tbl, order_col, kind), 'name another column of the table, id for example');
+            'order', tbl, order_col, kind), 'name another column of the table, that of its key for example');
     END;
     RETURN a;
 END
@@ -217,7 +218,7 @@ END
 $$;
 
 -- tube_backfill_schedule(tube, order_col, shard_from, shard_to): schedules a backfill of the attached tables with a
--- shard from shard_from to shard_to: it inserts a control pod backfill_schedule for each table that is neither being
+-- shard from shard_from to shard_to, each in the order of order_col or (NULL) of the first column of its key: it inserts a control pod backfill_schedule for each table that is neither being
 -- backfilled nor scheduled, and returns how many. A backfill in another order, scheduled or begun, is replaced. Raises
 -- RT001, RT005. Writes the tube, tube_backfill and tube_shard.
 CREATE OR REPLACE FUNCTION tube_backfill_schedule(tube text, order_col text, shard_from integer, shard_to integer)
@@ -226,6 +227,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     t tube_registry := tube_lock(tube);
     a tube_attachment;
+    wanted text;
     scheduled integer := 0;
     present boolean;
 BEGIN
@@ -233,20 +235,21 @@ BEGIN
         WHERE x.tube = t.tube AND x.tbl = x.root AND x.shard BETWEEN shard_from AND shard_to
         ORDER BY x.shard, x.tbl::oid
     LOOP
-        PERFORM tube_attached(a.tube, a.tbl, order_col);
+        wanted := coalesce(order_col, a.key[1]);
+        PERFORM tube_attached(a.tube, a.tbl, wanted);
         IF EXISTS (SELECT FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl AND NOT b.finished
-                AND b.order_col <> tube_backfill_schedule.order_col) THEN
+                AND b.order_col <> wanted) THEN
             PERFORM tube_backfill_stop(a.tube, a.tbl);
         END IF;
         CONTINUE WHEN tube_backfilling(a.tube, a.tbl, a.shard);
         EXECUTE format('SELECT EXISTS (SELECT FROM %I p WHERE cardinality(p.ids) = 0 AND p.shard = $1'
             ' AND p.payload ->> ''type'' = ''backfill_schedule'' AND p.payload ->> ''oid'' = $2'
-            ' AND p.payload ->> ''order_col'' = $3)', t.tube) INTO present USING a.shard, a.tbl::oid::text, order_col;
+            ' AND p.payload ->> ''order_col'' = $3)', t.tube) INTO present USING a.shard, a.tbl::oid::text, wanted;
         CONTINUE WHEN present;
         PERFORM tube_backfill_unschedule(a.tube, a.tbl);
         EXECUTE format('INSERT INTO %I (op, shard, ids, payload) VALUES (''B'', $1, ''{}'', $2)', t.tube)
             USING a.shard, jsonb_build_object('type', 'backfill_schedule', 'tbl', tube_qualified(a.tbl),
-                'oid', a.tbl::oid::text, 'order_col', order_col);
+                'oid', a.tbl::oid::text, 'order_col', wanted);
         scheduled := scheduled + 1;
     END LOOP;
     RETURN scheduled;
@@ -254,13 +257,17 @@ END
 $$;
 COMMENT ON FUNCTION tube_backfill_schedule(text, text, integer, integer) IS 'Asks for backfills of a range of shards';
 
--- tube_backfill_source(a, order_col, home): the query of shard, id and sort_key of the rows to backfill; home is the
--- shard if there is no routing. Writes nothing.
+-- tube_backfill_source(a, order_col, home): the query of the rows to backfill: shard, id, sort_key, and the columns of the
+-- key as key_1, key_2 and so on; home is the shard if there is no routing. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfill_source(a tube_attachment, order_col text, home integer) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT format('SELECT %s AS shard, id::bigint AS id, %I AS sort_key FROM %s AS tube_row WHERE id IS NOT NULL%s',
+    SELECT format('SELECT %s AS shard, %s AS id, %I AS sort_key, %s FROM %s AS tube_row WHERE %s%s',
         coalesce(E'coalesce((\n' || a.routing || format(E'\n)::integer, %s) & 2147483647', home), home::text),
-        order_col, tube_qualified(a.tbl), tube_where((tube_find(a.tube)).predicate, a.predicate))
+        tube_key_sql(a.key, t.keys), order_col,
+        (SELECT string_agg(format('%I AS key_%s', k.name, k.n), ', ' ORDER BY k.n)
+            FROM unnest(a.key) WITH ORDINALITY AS k (name, n)),
+        tube_qualified(a.tbl), tube_key_present_sql(a.key), tube_where(t.predicate, a.predicate))
+    FROM tube_find(a.tube) AS t
 $$;
 
 -- tube_backfill_shards(tbl, source, path): the shards that occur in source. Writes nothing.
@@ -289,6 +296,7 @@ DECLARE
     page record;
 BEGIN
     PERFORM tube_check_touch(home, 'B', insert_chunk_size);
+    order_col := coalesce(order_col, a.key[1]);
     SELECT * INTO b FROM tube_backfill x WHERE x.tube = a.tube AND x.tbl = a.tbl AND NOT x.finished;
     IF NOT FOUND THEN
         -- The first page is read before the tube is locked for writing: without an index on order_col it may take long, and
@@ -309,7 +317,7 @@ BEGIN
     ids := cardinality(page.ids);
     finished := ids < greatest(max_ids, 1);
     IF ids > 0 THEN
-        UPDATE tube_backfill x SET after_value = page.last_value, after_id = page.ids[cardinality(page.ids)]
+        UPDATE tube_backfill x SET after_value = page.last_value, after_key = page.last_key
             WHERE x.tube = a.tube AND x.tbl = a.tbl;
     END IF;
     PERFORM tube_backfill_progress(a, ids, finished);
@@ -317,9 +325,10 @@ END
 $$;
 
 -- tube_backfill_page(a, b, max_ids): the next max_ids ids of a backfill with their shards, in order (NULLs last), and
--- the sort key of the last of them as text. Writes nothing.
+-- the sort key and the columns of the key of the last of them as text. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfill_page(
-    a tube_attachment, b tube_backfill, max_ids integer, OUT ids bigint[], OUT shards integer[], OUT last_value text
+    a tube_attachment, b tube_backfill, max_ids integer,
+    OUT ids text[], OUT shards integer[], OUT last_value text, OUT last_key text[]
 )
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -327,31 +336,44 @@ DECLARE
         WHERE c.attrelid = a.tbl AND c.attname = b.order_col);
     path text := tube_path_text((tube_find(a.tube)).path || a.path);
     source text := tube_backfill_source(a, b.order_col, b.shard);
-    with_key text := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NOT NULL%s ORDER BY sort_key, id LIMIT %s',
-        source, CASE WHEN b.after_value IS NOT NULL THEN format(' AND (sort_key, id) > (%L::%s, %L)', b.after_value, kind, b.after_id) END,
-        max_ids);
-    without_key text := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NULL%s ORDER BY id LIMIT %s',
-        source, CASE WHEN b.after_value IS NULL AND b.after_id IS NOT NULL THEN format(' AND id > %L', b.after_id) END, max_ids);
+    columns text;  -- of the key
+    texts text;
+    behind text;  -- the last key, as values of their types
+    with_key text;
+    without_key text;
     read json;
 BEGIN
+    SELECT string_agg('key_' || k.n, ', ' ORDER BY k.n), string_agg(format('key_%s::text', k.n), ', ' ORDER BY k.n),
+            string_agg(format('%L::%s', b.after_key[k.n], k.type), ', ' ORDER BY k.n)
+        INTO columns, texts, behind
+        FROM unnest(tube_key_types(a.tbl, a.key)) WITH ORDINALITY AS k (type, n);
+    with_key := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NOT NULL%s ORDER BY sort_key, %s LIMIT %s', source,
+        CASE WHEN b.after_value IS NOT NULL
+            THEN format(' AND (sort_key, %s) > (%L::%s, %s)', columns, b.after_value, kind, behind) END, columns, max_ids);
+    without_key := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NULL%s ORDER BY %s LIMIT %s', source,
+        CASE WHEN b.after_value IS NULL AND b.after_key IS NOT NULL
+            THEN format(' AND (%s) > (%s)', columns, behind) END, columns, max_ids);
     read := tube_as_owner(a.tbl, format('WITH page AS MATERIALIZED ('
-        'SELECT shard, id, sort_key, row_number() OVER (ORDER BY sort_key IS NULL, sort_key, id) AS n'
+        'SELECT found.*, row_number() OVER (ORDER BY sort_key IS NULL, sort_key, %s) AS n'
         ' FROM (%s) AS found'
         ' ORDER BY n LIMIT %s'
         ') SELECT json_build_object(''ids'', coalesce(array_agg(id ORDER BY n), ''{}''),'
         ' ''shards'', coalesce(array_agg(shard ORDER BY n), ''{}''),'
-        ' ''last'', (SELECT sort_key::text FROM page ORDER BY n DESC LIMIT 1))::text FROM page',
-        CASE WHEN b.after_value IS NULL AND b.after_id IS NOT NULL THEN without_key
-            ELSE format('(%s) UNION ALL (%s)', with_key, without_key) END, max_ids), path);
-    ids := ARRAY(SELECT json_array_elements_text(read -> 'ids')::bigint);
+        ' ''last'', (SELECT sort_key::text FROM page ORDER BY n DESC LIMIT 1),'
+        ' ''last_key'', (SELECT ARRAY[%s] FROM page ORDER BY n DESC LIMIT 1))::text FROM page',
+        columns,
+        CASE WHEN b.after_value IS NULL AND b.after_key IS NOT NULL THEN without_key
+            ELSE format('(%s) UNION ALL (%s)', with_key, without_key) END, max_ids, texts), path);
+    ids := ARRAY(SELECT json_array_elements_text(read -> 'ids'));
     shards := ARRAY(SELECT json_array_elements_text(read -> 'shards')::integer);
     last_value := read ->> 'last';
+    last_key := ARRAY(SELECT json_array_elements_text(nullif((read -> 'last_key')::text, 'null')::json));
 END
 $$;
 
 -- tube_backfill_put(b, ids, shards, chunk): puts the ids into the tube, after a backfill_start for each shard that is
 -- new to the backfill. Writes the tube and tube_backfill.
-CREATE OR REPLACE FUNCTION tube_backfill_put(b tube_backfill, ids bigint[], shards integer[], chunk integer)
+CREATE OR REPLACE FUNCTION tube_backfill_put(b tube_backfill, ids text[], shards integer[], chunk integer)
 RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -363,8 +385,8 @@ BEGIN
     END IF;
     EXECUTE format('SELECT sum(%I.%I(placed.shard, placed.ids, ''B'', NULL, $3)) FROM ('
         'SELECT given.shard, array_agg(given.id ORDER BY given.n) AS ids'
-        ' FROM unnest($1, $2) WITH ORDINALITY AS given(id, shard, n) GROUP BY 1 ORDER BY 1) AS placed',
-        current_schema(), tube_object_name(b.tube, '_touch')) USING ids, shards, chunk;
+        ' FROM unnest($1::%s[], $2) WITH ORDINALITY AS given(id, shard, n) GROUP BY 1 ORDER BY 1) AS placed',
+        current_schema(), tube_object_name(b.tube, '_touch'), (tube_find(b.tube)).keys) USING ids, shards, chunk;
 END
 $$;
 
@@ -387,12 +409,14 @@ DECLARE
     a tube_attachment := tube_attached(tube, tbl, order_col);
     home integer := coalesce(shard, a.shard);
     path text := tube_path_text(t.path || a.path);
-    source text := tube_backfill_source(a, order_col, home);
+    source text;
     shards integer[] := ARRAY[home];
     numbered text;
     inserted bigint;
 BEGIN
     PERFORM tube_check_touch(home, 'B', insert_chunk_size);
+    order_col := coalesce(order_col, a.key[1]);
+    source := tube_backfill_source(a, order_col, home);
     IF a.routing IS NOT NULL THEN
         shards := ARRAY(
             SELECT unnest(tube_backfill_shards(a.tbl, source, path)) UNION SELECT unnest(tube_shards_past(a)) ORDER BY 1);

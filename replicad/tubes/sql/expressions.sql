@@ -119,10 +119,11 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         'CASE WHEN strpos(current_setting(''application_name''), ''backfill'') > 0 THEN ''B'' ELSE %s END', op)
 $$;
 
--- tube_rows_sql(source, predicate, routing): the query of the ids (and shards) of the rows of source that pass the
--- predicate.
-CREATE OR REPLACE FUNCTION tube_rows_sql(source text, predicate text, routing text) RETURNS text
+-- tube_rows_sql(source, key, kind, predicate, routing): the query of the ids (and shards) of the rows of source that have a
+-- key and pass the predicate.
+CREATE OR REPLACE FUNCTION tube_rows_sql(source text, key name[], kind text, predicate text, routing text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
-    SELECT format('SELECT %sid::bigint AS id FROM %s AS tube_row WHERE id IS NOT NULL%s',
-        E'(\n' || routing || E'\n)::integer AS tube_shard, ', source, predicate)
+    SELECT format('SELECT %s%s AS id FROM %s AS tube_row WHERE %s%s',
+        E'(\n' || routing || E'\n)::integer AS tube_shard, ', tube_key_sql(key, kind), source, tube_key_present_sql(key),
+        predicate)
 $$;

@@ -105,7 +105,7 @@ BEGIN
         WHERE x.tube = tube_ensure_exists.tube AND x.tbl = x.root
     LOOP
         PERFORM tube_check_expression(a.tbl, 'predicate', predicate, safe);
-        PERFORM tube_trigger_ensure(tube, a.predicate, a.routing, a.path, a.root);
+        PERFORM tube_trigger_ensure(tube, a.predicate, a.routing, a.path, a.root, a.key);
     END LOOP;
     BEGIN
         PERFORM tube_trigger_ensure(tube, NULL, NULL, '{}');

@@ -14,7 +14,8 @@ BEGIN
                 WHERE x.tube = r.tube ORDER BY x.tbl::oid
             LOOP
                 PERFORM tube_triggers_ensure(
-                    r.tube, a.tbl, tube_trigger_ensure(r.tube, a.predicate, a.routing, a.path, a.root), a.shard);
+                    r.tube, a.tbl, tube_trigger_ensure(r.tube, a.predicate, a.routing, a.path, a.root, a.key),
+                    a.shard);
             END LOOP;
         EXCEPTION WHEN OTHERS THEN
             IF left(SQLSTATE, 2) IN ('40', '53', '54', '55', '57', '58') THEN

@@ -11,7 +11,8 @@ CREATE TABLE IF NOT EXISTS tube_registry (
     partitions integer NOT NULL CHECK (partitions BETWEEN 1 AND 32768),
     predicate text,                           -- SQL on a row of any attached table; NULL: every row
     path name[] NOT NULL,                     -- schemas in which names of the predicate are looked up
-    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    keys text NOT NULL DEFAULT 'bigint' CHECK (keys IN ('bigint', 'text'))  -- the kind of keys: see keys.sql
 );
 COMMENT ON TABLE tube_registry IS 'replicad: the tubes; use tube_ensure_exists() and tube_ensure_absent()';
 
@@ -25,6 +26,7 @@ CREATE TABLE IF NOT EXISTS tube_attachment (
     predicate text,                           -- on top of the tube's own
     routing text,                             -- SQL on a row that yields its shard; NULL: shard for every row
     path name[] NOT NULL,                     -- schemas in which names of predicate and routing are looked up
+    key name[] NOT NULL,                      -- the columns that name a row
     PRIMARY KEY (tube, tbl)
 );
 COMMENT ON TABLE tube_attachment IS 'replicad: which tables touch which tubes; use tube_table_ensure_attached()';
@@ -73,7 +75,7 @@ CREATE TABLE IF NOT EXISTS tube_backfill (
     start_seq text NOT NULL,                  -- of tube_backfill_step1, as in the control pods
     order_col name NOT NULL,
     after_value text,                         -- order_col of the last id that is in the tube; NULL: none, or it is NULL
-    after_id bigint,                          -- that id; NULL: none yet
+    after_key text[],                         -- the columns of its key; NULL: none yet
     shards integer[] NOT NULL,                -- those with a backfill_start pod
     ids bigint NOT NULL DEFAULT 0,            -- how many are in the tube
     approx_ids bigint,                        -- how many there are, by the planner's statistics

@@ -76,14 +76,14 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
                 WHERE given.id IS NOT NULL GROUP BY 1 ORDER BY 1
             ) AS placed);
     END IF;$sql$, touch, a.shard, CASE WHEN tube_runs_as(a.tbl) IS NULL
-            THEN tube_rows_sql(tube_qualified(a.tbl), ' AND id = ANY ($1)', a.routing)
+            THEN tube_rows_sql(tube_qualified(a.tbl), a.key, t.keys, format(' AND %I = ANY ($1)', a.key[1]), a.routing)
             ELSE format($sql$SELECT r.tube_shard, r.id FROM %I.tube_owner_rows(%L::oid::regclass,
                     %L || pg_catalog.quote_literal($1) || '::bigint[])) AS found', %L) AS r$sql$, current_schema(), a.tbl::oid,
                 'SELECT found.tube_shard, found.id, 0 AS n FROM ('
-                    || tube_rows_sql(tube_qualified(a.tbl), ' AND id = ANY (', a.routing),
+                    || tube_rows_sql(tube_qualified(a.tbl), a.key, t.keys, format(' AND %I = ANY (', a.key[1]), a.routing),
                 tube_path_text(a.path)) END)
     END
-    FROM format('%I.%I', current_schema(), tube_object_name(a.tube, '_touch')) AS touch
+    FROM format('%I.%I', current_schema(), tube_object_name(a.tube, '_touch')) AS touch, tube_find(a.tube) AS t
 $$;
 
 -- tube_check_writer(tbl): raises 42501 unless this session's role may INSERT, UPDATE or DELETE rows of the table, some

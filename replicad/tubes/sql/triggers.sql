@@ -57,17 +57,17 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         CASE WHEN rows_before IS NOT NULL THEN ' AND many.ids = many.ids_before' END, touched))
 $$;
 
--- tube_trigger_body(tube, predicate, routing): the source of the trigger function that inserts pods for the rows of a
--- statement. predicate is the result of tube_where. The function gets the shard as its argument. Writes nothing itself.
+-- tube_trigger_body(tube, key, kind, predicate, routing): the source of the trigger function that inserts pods for the rows
+-- of a statement. predicate is the result of tube_where. The function gets the shard as its argument. Writes nothing itself.
 --
 -- An update touches the new rows. If a row no longer passes the predicate, or has another shard or id, the old row is
 -- touched too, because the downstream must delete it.
 -- variable_conflict use_column: a column of the table may have the name of a variable.
-CREATE OR REPLACE FUNCTION tube_trigger_body(tube text, predicate text, routing text) RETURNS text
+CREATE OR REPLACE FUNCTION tube_trigger_body(tube text, key name[], kind text, predicate text, routing text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $outer$
 DECLARE
-    rows_now text := tube_rows_sql('tube_new_rows', predicate, routing);
-    rows_before text := tube_rows_sql('tube_old_rows', predicate, routing);
+    rows_now text := tube_rows_sql('tube_new_rows', key, kind, predicate, routing);
+    rows_before text := tube_rows_sql('tube_old_rows', key, kind, predicate, routing);
     rows_either text := format('(%1$s) UNION ALL ((%2$s) EXCEPT (%1$s))', rows_now, rows_before);
     event record;
     body text := '';
@@ -90,26 +90,27 @@ BEGIN
 END
 $outer$;
 
--- tube_trigger_ensure(tube, predicate, routing, path, tbl): creates the trigger function for attachments with their own
--- predicate and routing (NULL: none; their names are looked up in path) and returns its quoted name. Attachments with
--- the same predicate, routing and path share one function; those without any use {tube}_trigger. Writes that function.
+-- tube_trigger_ensure(tube, predicate, routing, path, tbl, key): creates the trigger function for attachments with their
+-- own predicate, routing and key (predicate, routing NULL: none; their names are looked up in path) and returns its quoted
+-- name. Attachments with the same of these share one function; those with the key id and no expression use {tube}_trigger.
+-- Writes that function.
 --
 -- The function runs with its owner's rights, so that users who write to the table need no rights on the tube. It belongs to
 -- the owner of tbl, whose code predicate, routing and the type of id may run, and who gets the right to insert pods (which
 -- {tube}_touch gives everybody); without tbl, and where tube_runs_as() says so, to us. It refers to replicad's objects with
 -- their schema; its search_path is that of the expressions.
 CREATE OR REPLACE FUNCTION tube_trigger_ensure(
-    tube text, predicate text, routing text, path name[], tbl regclass = NULL
+    tube text, predicate text, routing text, path name[], tbl regclass = NULL, key name[] = '{id}'
 ) RETURNS text
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     t tube_registry := tube_find(tube);
     owner oid := tube_runs_as(tbl);
-    own boolean := predicate IS NOT NULL OR routing IS NOT NULL OR owner IS NOT NULL;
+    own boolean := predicate IS NOT NULL OR routing IS NOT NULL OR owner IS NOT NULL OR key <> '{id}';
     hash text := left(md5(concat_ws(E'\n', coalesce(predicate, '-'), coalesce(routing, '-'), path::text,
-        pg_get_userbyid(owner))), 12);
+        pg_get_userbyid(owner), nullif(key, '{id}')::text)), 12);
     name text := tube_object_name(tube, CASE WHEN own THEN '_trigger_' || hash ELSE '_trigger' END);
-    body text := tube_trigger_body(tube, tube_where(t.predicate, predicate), routing);
+    body text := tube_trigger_body(tube, key, t.keys, tube_where(t.predicate, predicate), routing);
     setting text := tube_path_text(CASE WHEN own THEN t.path || path ELSE t.path END);
 BEGIN
     IF NOT EXISTS (SELECT FROM pg_proc p
@@ -121,7 +122,7 @@ BEGIN
             ' SET search_path = %s AS %L', name, setting, body);
         EXECUTE format('REVOKE EXECUTE ON FUNCTION %I() FROM PUBLIC', name);
         EXECUTE format('COMMENT ON FUNCTION %I() IS %L', name, 'replicad: touches tube ' || tube);
-        IF NOT own AND t.predicate IS NULL THEN  -- nobody's code is in it
+        IF owner IS NULL AND coalesce(predicate, routing, t.predicate) IS NULL THEN  -- nobody's code is in it
             PERFORM tube_belong(format('FUNCTION %I()', name));
         ELSIF owner IS NOT NULL THEN
             PERFORM tube_give(format('%I.%I()', current_schema(), name), owner);
@@ -184,7 +185,7 @@ BEGIN
         INTO source
         FROM tube_members(TG_RELID) m
         WHERE m = TG_RELID OR NOT EXISTS (SELECT FROM tube_attachment x WHERE x.tube = a.tube AND x.tbl = m);
-    rows := tube_rows_sql(source, tube_where(t.predicate, a.predicate), a.routing);
+    rows := tube_rows_sql(source, a.key, t.keys, tube_where(t.predicate, a.predicate), a.routing);
     IF tube_runs_as(TG_RELID) IS NOT NULL THEN
         rows := format('SELECT r.tube_shard, r.id FROM %I.tube_owner_rows(%L::oid::regclass, %L, %L) AS r', current_schema(),
             TG_RELID, format('SELECT %s AS tube_shard, found.id, 0 AS n FROM (%s) AS found',
@@ -223,9 +224,6 @@ BEGIN
             ) THEN 'it is a table of the tubes themselves'
             WHEN c.relpersistence = 't' THEN 'it is temporary'
             WHEN c.relkind NOT IN ('r', 'p') THEN 'it is no ordinary or partitioned table'
-            WHEN i.atttypid IS NULL THEN 'it has no column called id'
-            WHEN i.atttypid NOT IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype) THEN
-                format('its id is %s and not bigint', format_type(i.atttypid, i.atttypmod))
             WHEN c.oid <> tube_check_table.tbl AND a.root = a.tbl THEN 'it is attached by itself'
             WHEN a.root <> tube_check_table.tbl THEN format('it is attached through %s', a.root)
             WHEN NOT has_table_privilege(f.proowner, c.oid, 'SELECT') THEN
@@ -236,13 +234,12 @@ BEGIN
         INTO fault
         FROM tube_members(tbl) m JOIN pg_class c ON c.oid = m
             JOIN pg_proc f ON f.oid = to_regprocedure('tube_truncate_trigger()')
-            LEFT JOIN pg_attribute i ON i.attrelid = c.oid AND i.attname = 'id' AND NOT i.attisdropped
             LEFT JOIN tube_attachment a ON a.tube = tube_check_table.tube AND a.tbl = c.oid
         ORDER BY 1 LIMIT 1;
     IF fault IS NOT NULL THEN
         PERFORM tube_refuse('RT005', format('table %s cannot be attached to tube %L: %s', tbl, tube, fault),
-            'a table of a tube is ordinary or partitioned, has an id of type bigint, integer or smallint, may be read'
-            ' by the owner of the tubes, and is attached to a tube once');
+            'a table of a tube is ordinary or partitioned, may be read by the owner of the tubes, and is attached to a tube'
+            ' once');
     END IF;
 END
 $$;

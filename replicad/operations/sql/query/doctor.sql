@@ -57,7 +57,7 @@ ORDER BY 1, 2
 -- name: doctor_triggers
 -- Attached tables whose trigger functions run with the rights of another role than the owner of the table, as after ALTER TABLE
 -- ... OWNER TO. $1 text: the schema's name. A table of a superuser, or of the owner of the schema, is theirs in common.
-SELECT DISTINCT a.tube, format('%I.%I', n.nspname, c.relname) AS root, a.shard, a.predicate, a.routing,
+SELECT DISTINCT a.tube, format('%I.%I', n.nspname, c.relname) AS root, a.shard, a.predicate, a.routing, a.key,
     pg_get_userbyid(c.relowner)::text AS owner, pg_get_userbyid(p.proowner)::text AS runs_as
 FROM {schema}.tube_attachment AS a
 JOIN pg_class AS c ON c.oid = a.tbl

@@ -118,7 +118,7 @@ LIMIT 3
 -- for each table): a backfill in this order reads and sorts the whole table for each 100,000 ids. rows is an estimate,
 -- from the planner's statistics or, without any, from the size of the table. partitioned: CREATE INDEX CONCURRENTLY is
 -- not possible.
-SELECT g.tbl, g.col, sized.rows, c.relkind = 'p' AS partitioned
+SELECT g.tbl AS "table", g.col AS "column", sized.rows, c.relkind = 'p' AS partitioned
 FROM unnest($1::text[], $2::text[]) WITH ORDINALITY AS g (tbl, col, n)
 JOIN pg_class AS c ON c.oid = to_regclass(g.tbl)
 CROSS JOIN LATERAL (
@@ -153,7 +153,8 @@ ORDER BY substring(n.nspname FROM '[0-9]+$')::numeric, n.nspname
 -- For `replicad plan`: the tubes and their tables, named by schema and table.
 SELECT t.tube, t.partitions, t.predicate,
     CASE WHEN c.oid IS NOT NULL THEN format('%I.%I', n.nspname, c.relname) END AS tbl,
-    t.shard, t.table_predicate, t.routing
+    t.shard, t.table_predicate, t.routing,
+    CASE WHEN t.key IS DISTINCT FROM {schema}.tube_key_default(t.tbl, NULL) THEN t.key END AS key
 FROM {schema}.tube_list() AS t
 LEFT JOIN pg_class AS c ON c.oid = t.tbl
 LEFT JOIN pg_namespace AS n ON n.oid = c.relnamespace

@@ -1,0 +1,83 @@
+-- The key of an attached table: the columns that name a row, and the form of their values in a tube.
+--
+-- A tube has keys of one kind (tube_registry.keys): `bigint` for tables whose key is one integer column of any width, `text`
+-- for all others. A key of kind text is the text of its column, as Postgres writes it under the fixed settings
+-- of our sessions; the key of several columns is a JSON array of these texts.
+
+-- tube_key_types(tbl, key): the types of these columns, as casts name them; of a domain the type below it. NULL for a column
+-- that the table does not have. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_key_types(tbl regclass, key name[]) RETURNS text[]
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    WITH RECURSIVE typed (n, type) AS (
+        SELECT k.n, a.atttypid
+        FROM unnest(key) WITH ORDINALITY AS k (name, n)
+            LEFT JOIN pg_attribute a ON a.attrelid = tbl AND a.attname = k.name AND a.attnum > 0 AND NOT a.attisdropped
+        UNION ALL
+        SELECT typed.n, d.typbasetype FROM typed JOIN pg_type d ON d.oid = typed.type WHERE d.typtype = 'd'
+    )
+    SELECT array_agg(format_type(typed.type, -1) ORDER BY typed.n)
+    FROM typed LEFT JOIN pg_type t ON t.oid = typed.type
+    WHERE t.typtype IS DISTINCT FROM 'd'
+$$;
+
+-- tube_key_kind(types): the kind of a key of columns of these types. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_key_kind(types text[]) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT CASE WHEN cardinality(types) = 1 AND types[1] IN ('smallint', 'integer', 'bigint') THEN 'bigint' ELSE 'text' END
+$$;
+
+-- tube_key_default(tbl, before): the key of a table for which none is named: before, if the table has these columns; or else
+-- its primary key; or else the column id; or else NULL. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_key_default(tbl regclass, before name[]) RETURNS name[]
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT coalesce(
+        CASE WHEN array_position(tube_key_types(tbl, before), NULL) IS NULL THEN before END,
+        (SELECT array_agg(a.attname ORDER BY k.n)
+            FROM pg_index i, unnest(i.indkey::smallint[]) WITH ORDINALITY AS k (number, n)
+                JOIN pg_attribute a ON a.attnum = k.number
+            WHERE i.indrelid = tbl AND i.indisprimary AND a.attrelid = tbl AND k.n <= i.indnkeyatts),
+        (SELECT ARRAY[a.attname] FROM pg_attribute a
+            WHERE a.attrelid = tbl AND a.attname = 'id' AND a.attnum > 0 AND NOT a.attisdropped))
+$$;
+
+-- tube_key_sql(key, kind): SQL on a row for its key. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_key_sql(key name[], kind text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT CASE
+        WHEN kind = 'bigint' THEN format('%I::bigint', key[1])
+        WHEN cardinality(key) = 1 THEN format('%I::text', key[1])
+        ELSE format('jsonb_build_array(%s)::text',
+            (SELECT string_agg(format('%I::text', k.name), ', ' ORDER BY k.n) FROM unnest(key) WITH ORDINALITY AS k (name, n)))
+    END
+$$;
+
+-- tube_key_present_sql(key): SQL for whether a row has a key: no column of it is NULL. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_key_present_sql(key name[]) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT string_agg(format('%I IS NOT NULL', k.name), ' AND ' ORDER BY k.n)
+    FROM unnest(key) WITH ORDINALITY AS k (name, n)
+$$;
+
+-- tube_check_key(tube, tbl, key): raises RT005 if rows of the table cannot be named by these columns in this tube.
+-- Writes nothing.
+CREATE OR REPLACE FUNCTION tube_check_key(tube tube_registry, tbl regclass, key name[]) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    types text[] := tube_key_types(tbl, key);
+    fault text;
+BEGIN
+    IF coalesce(cardinality(key), 0) = 0 THEN
+        fault := 'it has no primary key and no column called id';
+    ELSIF array_position(types, NULL) IS NOT NULL THEN
+        fault := format('it has no column called %I', key[array_position(types, NULL)]);
+    ELSIF tube_key_kind(types) <> tube.keys THEN
+        fault := format('its key (%s) is %s and not bigint, integer or smallint',
+            (SELECT string_agg(quote_ident(k.name), ', ' ORDER BY k.n) FROM unnest(key) WITH ORDINALITY AS k (name, n)),
+            array_to_string(types, ', '));
+    END IF;
+    IF fault IS NOT NULL THEN
+        PERFORM tube_refuse('RT005', format('table %s cannot be attached to tube %L: %s', tbl, tube.tube, fault),
+            'name the column that identifies a row as the key: --key COLUMN, or key => ''{COLUMN}'' in SQL');
+    END IF;
+END
+$$;

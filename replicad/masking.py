@@ -15,6 +15,10 @@ _SECRET_FIELDS = frozenset({"password", "secret", "authorization", "auth_token"}
 _DEPTH = 4  # fields are flat or nearly so; deeper values are rendered by repr() and masked as text
 _NUMBER_BITS = 256  # of a whole number that is shown; thousands of digits cannot be rendered at all
 
+LONGEST_WORD = 400  # characters without a blank in a message: longer than names, addresses and paths
+LONGEST_MESSAGE = 8 << 10  # characters: twenty faults of a file take half of it
+LONGEST_FIELD = 64 << 10  # characters of a field in the log: tracebacks of nested groups take some 20 KiB
+
 _PATTERNS = (
     # postgresql://user:password@host: greedy up to the last @ before the path, since passwords may hold one unescaped
     (
@@ -41,6 +45,24 @@ def mask_secrets(text: str) -> str:
     return text
 
 
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
+
+
+def bounded(text: str, most: int = LONGEST_MESSAGE) -> str:
+    """The text without its middle if it is longer than `most`: a message begins with what failed and ends with the
+    remedy. Not much longer than `most`.
+    """
+    if len(text) <= most:
+        return text
+    head, tail = most * 3 // 4, most // 4
+    return f"{text[:head]}... ({len(text) - head - tail:,} characters left out) ...{text[-tail:]}"
+
+
+def shortened(text: str) -> str:
+    """A message of bounded length, whatever input it repeats: of a long word the beginning and the end are left."""
+    return bounded(_LONG_WORD.sub(lambda found: bounded(found.group(), LONGEST_WORD), text))
+
+
 # C0 (but tab and line feed), DEL, C1, line and paragraph separators, what changes the direction of text, and halves of
 # characters, which cannot be encoded.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -57,7 +79,8 @@ def visible(text: str) -> str:
 
 def mask_value(value: Any, depth: int = _DEPTH) -> Any:
     """A copy of the value that JSON, a log and a terminal can have: secrets in its texts are masked, control characters
-    and halves of characters are made visible, and a number that JSON does not have becomes a text. Never raises.
+    and halves of characters are made visible, long texts lose their middle, and a number that JSON does not have
+    becomes a text. Never raises.
     """
     if value is None or isinstance(value, (int, float)):
         return _number(value)
@@ -81,6 +104,6 @@ def _number(value: float | None) -> object:
 
 def _text(value: object) -> str:
     try:
-        return visible(mask_secrets(str(value)))
+        return bounded(visible(mask_secrets(str(value))), LONGEST_FIELD)  # masked first: half a secret is not found
     except Exception as error:  # noqa: BLE001 - an event is not lost because a value has no text
         return f"a {type(value).__name__} that has no text ({type(error).__name__})"

@@ -31,7 +31,7 @@ from replicad.daemon.listener import Acceptor, AcceptQueues, Pauses, files_of, l
 from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import Pools, open_pools, plan_connections
-from replicad.daemon.preparing import Patience, install_all, refuse_superuser
+from replicad.daemon.preparing import Patience, install_all, refuse_superuser, refuse_unusable_files
 from replicad.daemon.process import (
     CycleCollector,
     Supervisor,
@@ -73,6 +73,7 @@ def serve(settings: ServerSettings, features: Sequence[Feature]) -> None:
         ReplicadError: it cannot start; the message says why and what to do.
     """
     settings.refuse_careless()
+    refuse_unusable_files(settings, verbs_of(_vocabulary(features), features))
     if settings.exposure is not None:
         log.warning("exposed", listen=settings.exposed.partition(" ")[2], without=settings.exposure)
     parent = take_supervisor()
@@ -269,7 +270,7 @@ def _host(
     pace: DaemonIntervals,
 ) -> Host:
     """What services find in this daemon."""
-    vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
+    vocabulary = _vocabulary(features)
     troubles = Troubles()
     access = AccessControl(
         token=settings.token,
@@ -292,6 +293,10 @@ def _host(
     return Host(
         settings, pools, poller, hub, relay, troubles, access, figures, handshakes, Inside(), vocabulary, addresses
     )
+
+
+def _vocabulary(features: Sequence[Feature]) -> Vocabulary:
+    return CORE.with_(*(kind for feature in features for kind in feature.commands))
 
 
 async def _relay_key(pools: Pools, schema: str) -> RelayKey | None:

@@ -1,19 +1,44 @@
-"""Installs and upgrades the SQL parts when a daemon starts."""
+"""What a daemon does before it serves: it checks files, waits for Postgres, and installs and upgrades the SQL parts."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import structlog
 import trio
 
+from replicad.config.access import Verbs, read_access
+from replicad.config.secrets import trust
 from replicad.config.settings import DatabaseSettings, ServerSettings
-from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable
+from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.schema import Outcome, Part
 from replicad.postgres.schema_text import Declaration, declarations
 from replicad.retry import Backoff
+
+
+def refuse_unusable_files(settings: ServerSettings, verbs: Verbs) -> None:
+    """Read every file that the settings name, and look whether the others can be written. It is called before Postgres
+    is started or connected to, so that a wrong name is reported at once.
+
+    Raises:
+        UsageError: a file cannot be used.
+        EnvironmentRefused: the ready file could not be written.
+    """
+    settings.ssl_context()
+    if settings.access_file is not None:
+        read_access(settings.access_file, verbs)
+    if settings.browser_keys is not None:
+        settings.browser_keys()
+    if settings.redis_ca is not None:
+        trust(settings.redis_ca, "--redis-ca")
+    for option, file in (("--ready-file", settings.ready_file), ("--record-polls", settings.record_polls)):
+        if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
+            why = "may not be written to" if file.parent.is_dir() else "is no folder"
+            raise EnvironmentRefused(f"{option} {file} cannot be written: {file.parent} {why}")
+
 
 # Refuses to run as a superuser of a Postgres that is not replicad's own: what the daemon may do, its bugs may do.
 

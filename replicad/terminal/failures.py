@@ -23,7 +23,7 @@ import click
 from replicad import errors
 from replicad.errors import ReplicadError
 from replicad.groups import leaves
-from replicad.masking import mask_secrets, visible
+from replicad.masking import mask_secrets, shortened, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,8 @@ def _usage_line(error: click.ClickException) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, secrets masked."""
-    return mask_secrets(" ".join(text.split()))
+    """The text on one line, secrets masked, and of bounded length."""
+    return shortened(mask_secrets(" ".join(text.split())))
 
 
 def say(text: str) -> None:

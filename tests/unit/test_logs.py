@@ -18,7 +18,7 @@ import replicad
 from replicad.config.logs import RECENT, configure_logs
 from replicad.config.settings import LogSettings
 from replicad.eventlog import get_logger
-from replicad.masking import mask_secrets, mask_value
+from replicad.masking import LONGEST_FIELD, mask_secrets, mask_value
 
 words = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=12)
 
@@ -163,3 +163,12 @@ def test_masking_keeps_numbers_and_the_shape_of_containers() -> None:
     assert mask_value({"a": [1, None, True, 1.5, {"b": "x"}]}) == {"a": [1, None, True, 1.5, {"b": "x"}]}
     assert mask_value({"l1": {"l2": {"l3": {"l4": {"l5": "password=x1"}}}}}) != {}
     assert "x1" not in json.dumps(mask_value({"l1": {"l2": {"l3": {"l4": {"l5": "password=x1"}}}}}))
+
+
+def test_a_field_repeats_no_long_input_and_no_part_of_a_secret(output: io.StringIO) -> None:
+    configure_logs(LogSettings(), output)
+    for text in ("x" * 1_000_000, "password=" + "p" * 1_000_000, "a\x1b" * 500_000):
+        structlog.get_logger().warning("peer_error", error=text, more=[text])
+    for line in output.getvalue().splitlines():
+        assert len(line) < 2.5 * LONGEST_FIELD
+        assert "ppp" not in line

@@ -287,8 +287,7 @@ CREATE OR REPLACE FUNCTION tube_backfill_chunk(
     step1 text, tube text, tbl regclass, order_col text, shard integer = NULL,
     max_ids integer = 100000, insert_chunk_size integer = 250, OUT ids bigint, OUT finished boolean
 )
-LANGUAGE plpgsql SET search_path FROM CURRENT SET row_security = off SET datestyle = 'ISO, MDY' SET timezone = 'UTC'
-SET intervalstyle = 'postgres' SET extra_float_digits = 1 SET bytea_output = 'hex' SET lc_monetary = 'C' AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT SET row_security = off AS $$
 DECLARE
     a tube_attachment := tube_attached(tube, tbl, order_col);
     b tube_backfill;
@@ -323,6 +322,9 @@ BEGIN
     PERFORM tube_backfill_progress(a, ids, finished);
 END
 $$;
+DO $$ BEGIN
+    EXECUTE 'ALTER FUNCTION tube_backfill_chunk(text, text, regclass, text, integer, integer, integer)' || tube_fixed_sql();
+END $$;
 
 -- tube_backfill_page(a, b, max_ids): the next max_ids ids of a backfill with their shards, in order (NULLs last), and
 -- the sort key and the columns of the key of the last of them as text. Writes nothing.
@@ -439,6 +441,9 @@ BEGIN
     RETURN inserted;
 END
 $$;
+DO $$ BEGIN
+    EXECUTE 'ALTER FUNCTION tube_backfill_step3(text, text, regclass, text, integer, integer, integer)' || tube_fixed_sql();
+END $$;
 COMMENT ON FUNCTION tube_backfill_step3(text, text, regclass, text, integer, integer, integer)
     IS 'Third step of a backfill: all ids of a table';
 

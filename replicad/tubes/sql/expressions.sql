@@ -44,18 +44,27 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
 $$;
 
 -- tube_check_expression(tbl, what, expression, path): raises RT005 unless the expression gives one value per row of the
--- table: a boolean for what = 'predicate', an integer or smallint for 'routing'. Reads no row. Writes nothing.
+-- table: a boolean for what = 'predicate', an integer or smallint for 'routing'. Reads no row. Writes nothing. A lock that
+-- is not had in time, or any other failure that says nothing about the expression, is raised as it is.
+--
+-- It is tried on what a trigger sees of a row. A transition table has no system columns, its rows have no type of their own,
+-- and virtual generated columns are NULL in it. A query that is a table has the same limits; virtual columns are left out.
+-- In a table with virtual columns, the whole row (which would lack them in silence) cannot be named either.
 CREATE OR REPLACE FUNCTION tube_check_expression(tbl regclass, what text, expression text, path name[]) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     their_path text := tube_path_text(path);
     -- WHERE allows neither aggregates nor sets, and a number no OR behind a bracket that the expression closes. The
     -- alias is the one that the triggers use.
-    trial text := format(
-        E'SELECT ''''::text FROM %s AS tube_row WHERE num_nulls(\n%s\n) = 2 LIMIT 0', tube_qualified(tbl), expression);
-    typing text := format(E'SELECT pg_typeof((SELECT (\n%s\n) FROM %s AS tube_row LIMIT 0))::oid::text',
-        expression, tube_qualified(tbl));
-    remedy text := format('write SQL on the columns of %s alone; names were looked up along %s', tbl, their_path);
+    row_seen text := (
+        SELECT format('(SELECT %s FROM %s) AS %I',
+            string_agg(quote_ident(a.attname), ', ' ORDER BY a.attnum) FILTER (WHERE a.attgenerated <> 'v'),
+            tube_qualified(tbl), CASE WHEN bool_or(a.attgenerated = 'v') THEN 'a row without virtual columns' ELSE 'tube_row' END)
+        FROM pg_attribute a WHERE a.attrelid = tbl AND a.attnum > 0 AND NOT a.attisdropped);
+    trial text := format(E'SELECT ''''::text FROM %s WHERE num_nulls(\n%s\n) = 2 LIMIT 0', row_seen, expression);
+    typing text := format(E'SELECT pg_typeof((SELECT (\n%s\n) FROM %s LIMIT 0))::oid::text', expression, row_seen);
+    remedy text := format('write SQL on the columns of %s alone, without system columns and virtual generated columns, which '
+        'triggers do not see; names were looked up along %s', tbl, their_path);
     kind regtype;
     refusal text;
 BEGIN
@@ -68,6 +77,9 @@ BEGIN
         PERFORM tube_as_owner(tbl, trial, their_path);
         kind := (SELECT named::oid::regtype FROM tube_as_owner(tbl, typing, their_path) AS named);
     EXCEPTION WHEN OTHERS THEN
+        IF left(SQLSTATE, 2) IN ('08', '40', '53', '55', '57', '58', 'XX') THEN
+            RAISE;  -- a lock, a deadlock, the disk: nothing is wrong with the expression
+        END IF;
         refusal := SQLERRM;
     END;
     IF refusal IS NULL AND what = 'predicate' AND kind <> 'boolean'::regtype THEN

@@ -2,7 +2,24 @@
 --
 -- A tube has keys of one kind (tube_registry.keys): `bigint` for tables whose key is one integer column of any width, `text`
 -- for all others. A key of kind text is the text of its column, as Postgres writes it under the fixed settings
--- of our sessions; the key of several columns is a JSON array of these texts.
+-- (tube_fixed); the key of several columns is a JSON array of these texts.
+
+-- tube_fixed(): the settings under which expressions run and keys become text, as pg_proc.proconfig has them. They are those of
+-- our sessions (replicad/fixed_settings.py): a row has the same shard and the same key whoever writes it. Without
+-- timezone_abbreviations, which takes 100 us to set, and the settings of reading. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_fixed() RETURNS text[]
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT ARRAY['TimeZone=UTC', 'DateStyle=ISO, MDY', 'IntervalStyle=postgres', 'extra_float_digits=1', 'bytea_output=hex',
+        'xmlbinary=base64', 'lc_monetary=C', 'lc_numeric=C', 'lc_time=C', 'xmloption=content', 'array_nulls=on',
+        'transform_null_equals=off', 'standard_conforming_strings=on', 'backslash_quote=safe_encoding']
+$$;
+
+-- tube_fixed_sql(): the same as clauses of CREATE FUNCTION and ALTER FUNCTION. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_fixed_sql() RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT string_agg(format(' SET %s = %L', split_part(setting, '=', 1), split_part(setting, '=', 2)), '')
+    FROM unnest(tube_fixed()) AS setting
+$$;
 
 -- tube_key_types(tbl, key): the types of these columns, as casts name them; of a domain the type below it. NULL for a column
 -- that the table does not have. Writes nothing.
@@ -64,16 +81,17 @@ CREATE OR REPLACE FUNCTION tube_check_key(tube tube_registry, tbl regclass, key 
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
     types text[] := tube_key_types(tbl, key);
+    named text := array_to_string(ARRAY(SELECT quote_ident(k.name) FROM unnest(key) WITH ORDINALITY AS k (name, n) ORDER BY k.n), ', ');
     fault text;
 BEGIN
     IF coalesce(cardinality(key), 0) = 0 THEN
         fault := 'it has no primary key and no column called id';
     ELSIF array_position(types, NULL) IS NOT NULL THEN
         fault := format('it has no column called %I', key[array_position(types, NULL)]);
+    ELSIF EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = tbl AND a.attname = ANY (key) AND a.attgenerated = 'v') THEN
+        fault := format('its key (%s) has a virtual generated column, which triggers do not see', named);
     ELSIF tube_key_kind(types) <> tube.keys THEN
-        fault := format('its key (%s) is %s and not bigint, integer or smallint',
-            (SELECT string_agg(quote_ident(k.name), ', ' ORDER BY k.n) FROM unnest(key) WITH ORDINALITY AS k (name, n)),
-            array_to_string(types, ', '));
+        fault := format('its key (%s) is %s and not bigint, integer or smallint', named, array_to_string(types, ', '));
     END IF;
     IF fault IS NOT NULL THEN
         PERFORM tube_refuse('RT005', format('table %s cannot be attached to tube %L: %s', tbl, tube.tube, fault),

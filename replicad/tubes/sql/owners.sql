@@ -107,6 +107,8 @@ BEGIN
 END
 $$;
 
+DO $$ BEGIN EXECUTE 'ALTER FUNCTION tube_as_owner(regclass, text, text)' || tube_fixed_sql(); END $$;
+
 -- tube_owner_rows(tbl, query, path): the rows of a query on this table, of tube_shard, id and n, which are numbers, run as
 -- by tube_as_owner. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_owner_rows(tbl regclass, query text, path text)

@@ -137,7 +137,7 @@ BEGIN
     ELSIF present IS DISTINCT FROM body THEN
         EXECUTE format('CREATE OR REPLACE FUNCTION %s(ids bigint[], op character = ''T'', payload jsonb = NULL,'
             ' chunk_size integer = 250) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s'
-            ' SET row_security = off AS %L', full_name, tube_path_text(path), body);
+            ' SET row_security = off%s AS %L', full_name, tube_path_text(path), tube_fixed_sql(), body);
         EXECUTE format('COMMENT ON FUNCTION %s(bigint[], character, jsonb, integer) IS %L', full_name,
             'replicad: touches ids in the tubes that the table is attached to');
     END IF;

@@ -96,7 +96,7 @@ $outer$;
 -- Writes that function.
 --
 -- The function runs with its owner's rights, so that users who write to the table need no rights on the tube. It belongs to
--- the owner of tbl, whose code predicate, routing and the type of id may run, and who gets the right to insert pods (which
+-- the owner of tbl, whose code predicate, routing and the type of the key may run, and who gets the right to insert pods (which
 -- {tube}_touch gives everybody); without tbl, and where tube_runs_as() says so, to us. It refers to replicad's objects with
 -- their schema; its search_path is that of the expressions.
 CREATE OR REPLACE FUNCTION tube_trigger_ensure(
@@ -112,14 +112,16 @@ DECLARE
     name text := tube_object_name(tube, CASE WHEN own THEN '_trigger_' || hash ELSE '_trigger' END);
     body text := tube_trigger_body(tube, key, t.keys, tube_where(t.predicate, predicate), routing);
     setting text := tube_path_text(CASE WHEN own THEN t.path || path ELSE t.path END);
+    fixed boolean := coalesce(predicate, routing, t.predicate) IS NOT NULL;
 BEGIN
     IF NOT EXISTS (SELECT FROM pg_proc p
             WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
-            AND p.prosrc = body AND p.proconfig = ARRAY['search_path=' || setting] AND p.prosecdef
+            AND p.prosrc = body AND p.prosecdef
+            AND p.proconfig = ARRAY['search_path=' || setting] || CASE WHEN fixed THEN tube_fixed() ELSE '{}' END
             AND p.proowner = coalesce(owner, p.proowner)
             AND obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube) THEN
         EXECUTE format('CREATE OR REPLACE FUNCTION %I() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
-            ' SET search_path = %s AS %L', name, setting, body);
+            ' SET search_path = %s%s AS %L', name, setting, CASE WHEN fixed THEN tube_fixed_sql() END, body);
         EXECUTE format('REVOKE EXECUTE ON FUNCTION %I() FROM PUBLIC', name);
         EXECUTE format('COMMENT ON FUNCTION %I() IS %L', name, 'replicad: touches tube ' || tube);
         IF owner IS NULL AND coalesce(predicate, routing, t.predicate) IS NULL THEN  -- nobody's code is in it
@@ -199,6 +201,7 @@ BEGIN
 END
 $$;
 REVOKE EXECUTE ON FUNCTION tube_truncate_trigger() FROM PUBLIC;
+DO $$ BEGIN EXECUTE 'ALTER FUNCTION tube_truncate_trigger()' || tube_fixed_sql(); END $$;
 
 -- tube_infer_shard(tbl): the number at the end of the name of the table's schema, or NULL. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_infer_shard(tbl regclass) RETURNS integer

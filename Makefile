@@ -89,7 +89,7 @@ synapse: $(VENV)/.dev $(VENV)/synapse/.installed ## a worker of Synapse follows 
 
 lock: $(VENV)/.lock ## renew requirements*.lock: the packages of CI and of the container image, with their hashes
 	@$(LOCK_COMPILE) --all-extras --group dev --group specs pyproject.toml requirements-build.in --output-file requirements.lock
-	@$(LOCK_COMPILE) --extra embedded pyproject.toml requirements-build.in --output-file requirements-image.lock
+	@$(LOCK_COMPILE) --extra embedded --extra bell pyproject.toml requirements-build.in --output-file requirements-image.lock
 
 dist: $(VENV)/.dev ## sdist and wheel into dist/
 	@rm -rf dist

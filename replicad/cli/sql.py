@@ -88,6 +88,11 @@ Examples:
     multiple=True,
     help="A role that looks (status, top), and changes nothing.",
 )
+@option(
+    "--replication",
+    is_flag=True,
+    help="Let the daemon hear of commits at once, from the server's WAL (it may then read all of it).",
+)
 @option("--stream-schema", metavar="SCHEMA", default="replicad", show_default=True, help="Schema of the streams.")
 @option("--tube-schema", metavar="SCHEMA", default="tube", show_default=True, help="Schema of the tubes.")
 def roles(
@@ -96,6 +101,7 @@ def roles(
     owners: tuple[str, ...],
     writers: tuple[str, ...],
     operators: tuple[str, ...],
+    replication: bool,
     stream_schema: str,
     tube_schema: str,
 ) -> None:
@@ -110,7 +116,7 @@ def roles(
     from replicad.postgres.roles import Roles, script
 
     try:
-        echo(script(Roles(daemon, owners, writers, operators), stream_schema, tube_schema))
+        echo(script(Roles(daemon, owners, writers, operators, replication), stream_schema, tube_schema))
     except ValueError as error:
         raise UsageError(f"a name of a role or schema: {error}") from None
 

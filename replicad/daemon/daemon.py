@@ -56,6 +56,7 @@ from replicad.positions.recording import Recorder
 from replicad.postgres import schema_text
 from replicad.postgres.embedded import DEFAULT_FOLDER, EmbeddedPostgres
 from replicad.postgres.statements import statement
+from replicad.postgres.wal import WalListener
 from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import CORE, Error, Server
 from replicad.protocol.states import CloseReason
@@ -226,12 +227,14 @@ async def open_daemon(
         await refuse_superuser(pools.short, settings)
         await install_all(pools.housekeeping, settings.database)
         addresses = queues.addresses
+        wal = WalListener(url)
         host = _host(
             settings,
             pools,
             horizon,
             features,
             addresses,
+            wal=wal,
             most_connections=budget.connections,
             recover=recover,
             pace=pace,
@@ -239,10 +242,11 @@ async def open_daemon(
         services = {feature.name: feature.open(host) for feature in features}
         everything = [Relaying(host.hub, host.relay), *services.values()]
         async with trio.open_nursery() as nursery:
-            bell = Bell(pools.positions, settings.limits.bell_interval)
+            bell = Bell(pools.positions, settings.limits.bell_interval, wal)
             jobs = [
                 Job("poller", host.poller.run),
                 Job("bell", partial(host.poller.attend, bell)),
+                Job("wal", wal.run),
                 Job("sessions", host.hub.run),
                 *(job for service in everything for job in service.jobs()),
             ]
@@ -265,6 +269,7 @@ def _host(
     features: Sequence[Feature],
     addresses: tuple[Address, ...],
     *,
+    wal: WalListener,
     most_connections: int,
     recover: Recover | None,
     pace: DaemonIntervals,
@@ -289,7 +294,7 @@ def _host(
     handshakes = None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout)
     figures = Figures()
     folder = settings.database.data_folder if settings.database.database is None else None
-    figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, relay, folder))
+    figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, relay, wal, folder))
     return Host(
         settings, pools, poller, hub, relay, troubles, access, figures, handshakes, Inside(), vocabulary, addresses
     )

@@ -16,6 +16,7 @@ from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseUnavailable
 from replicad.postgres.bridge import Database
+from replicad.postgres.wal import WalListener
 from replicad.protocol.states import CloseReason
 
 LATELY = 10.0  # seconds; a poll is made every two seconds at least
@@ -75,6 +76,7 @@ class OwnFigures:
     troubles: Troubles
     limits: Limits
     relay: Relay
+    wal: WalListener
     folder: Path | None = None
 
     @property
@@ -150,7 +152,14 @@ class OwnFigures:
     def details(self) -> Iterable[Detail]:
         """`Source.details`."""
         yield Detail(
-            DATABASE, self.pools.positions.target.host, {"up": not self.silent_s, "outage_seconds": self.silent_s}
+            DATABASE,
+            self.pools.positions.target.host,
+            {
+                "up": not self.silent_s,
+                "outage_seconds": self.silent_s,
+                "bell": "wal" if self.wal.hears else "looks",
+                "bell_reason": self.wal.why,
+            },
         )
         now = self.troubles.now()
         for trouble in self.troubles.current():

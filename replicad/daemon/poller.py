@@ -21,7 +21,7 @@ from replicad import sqlstates
 from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
-from replicad.positions.bell import Bell, LastValues
+from replicad.positions.bell import ANY, Bell, LastValues
 from replicad.positions.horizon import Horizon, Reading, Source
 from replicad.retry import Backoff
 from replicad.sqlstates import means
@@ -88,6 +88,7 @@ class Poller:
         self._gather = 0.0  # seconds in which the next poll is not wanted
         self._soon = False  # what holds a position back has just begun to
         self._at_rest: LastValues | None = None
+        self._polled_at = float("-inf")  # when the last poll began
         self._rests = trio.Event()  # set while a bell may ring
         self._has_bell = False
         self._alarmed: dict[str, tuple[str, ...]] = {}
@@ -203,10 +204,10 @@ class Poller:
                         await self._rests.wait()
                         moved: int | None = None
                         while moved is None and self._at_rest is not None:  # polls go on meanwhile, but seldom
-                            moved = await wait(self._at_rest)
+                            moved = await wait(self._at_rest, self._polled_at)
                             self._troubles.end("service", "bell", "wait")
                         if moved is not None:
-                            self._horizon.expect(moved)
+                            self._horizon.expect(None if moved == ANY else moved)
                         self._rests = trio.Event()  # set again by the next poll
                         self.ring()
             except DatabaseError as error:
@@ -220,6 +221,7 @@ class Poller:
     async def _poll(self) -> bool:
         """Poll once; True when a position moved or is held back."""
         self._under_way = True
+        self._polled_at = trio.current_time()
         try:
             readings = await self._horizon.poll()
         finally:

@@ -215,9 +215,12 @@ class Horizon:
         due = {name: watched for some in (self._busy, *likely) for name, watched in some.items()}
         return [watched for watched in due.values() if watched.inspected]
 
-    def expect(self, sequence: int) -> None:
-        """Have the next poll read this sequence, whatever else it leaves out."""
-        self._likely[sequence] = self._now() + _LIKELY
+    def expect(self, sequence: int | None) -> None:
+        """Have the next poll read this sequence, whatever else it leaves out; None: have it look which have moved."""
+        if sequence is None:
+            self._all_at = 0.0
+        else:
+            self._likely[sequence] = self._now() + _LIKELY
 
     def _update_readings(self, looked_at: Iterable[Watched], now: float) -> None:
         """Make a reading of each stream that has changed; the others keep theirs."""

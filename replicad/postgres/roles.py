@@ -13,13 +13,14 @@ from replicad.postgres.statements import load_sql
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Names of roles. `daemon` installs and serves; `owners` own the tables of streams and tubes; `writers` write them;
-    `operators` look at what replicad knows.
+    `operators` look at what replicad knows. `replication`: the daemon hears of commits by the server's WAL.
     """
 
     daemon: str = "replicad"
     owners: Sequence[str] = ()
     writers: Sequence[str] = ()
     operators: Sequence[str] = ()
+    replication: bool = False
 
 
 def script(roles: Roles, stream_schema: str = "replicad", tube_schema: str = "tube") -> str:
@@ -42,7 +43,12 @@ def script(roles: Roles, stream_schema: str = "replicad", tube_schema: str = "tu
         "stream_table": quote_literal(f"{home}.stream"),
         "cache_write": quote_literal(f"{home}.cache_write(text, jsonb)"),
     }
-    names = ["roles", *(["roles_writers"] if roles.writers else []), *(["roles_operators"] if roles.operators else [])]
+    wanted = {
+        "roles_replication": roles.replication,
+        "roles_writers": bool(roles.writers),
+        "roles_operators": bool(roles.operators),
+    }
+    names = ["roles", *(name for name, is_wanted in wanted.items() if is_wanted)]
     parts = [re.sub(r"\{(\w+)\}", lambda found: values[found[1]], load_sql(name)) for name in names]
     return "BEGIN;\n" + "\n".join(parts) + "COMMIT;\n"
 

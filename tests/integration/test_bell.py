@@ -30,14 +30,14 @@ async def test_it_rings_for_the_next_id_and_waits_no_longer_than_it_says(databas
             for number in range(2, 52):
                 began = trio.current_time()
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(wait, {sequence: known})
+                    nursery.start_soon(wait, {sequence: known}, 0.0)
                     if number % 10 == 0:
                         await trio.sleep(0.1)  # it waits for nothing meanwhile
                     known = await database.fetch_value("INSERT INTO t DEFAULT VALUES RETURNING id")
                     committed_at = trio.current_time()
                 assert trio.current_time() - began < SECONDS or trio.current_time() - committed_at < SECONDS
             began = trio.current_time()
-            await wait({sequence: known})
+            await wait({sequence: known}, 0.0)
             assert trio.current_time() - began >= SECONDS / 2
 
 
@@ -47,10 +47,10 @@ async def test_an_id_that_was_taken_before_the_wait_rings_at_once(database: Data
         await database.execute("INSERT INTO t DEFAULT VALUES")
         with trio.fail_after(PATIENCE):
             began = trio.current_time()
-            await wait({sequence: None})
+            await wait({sequence: None}, 0.0)
             at_once = trio.current_time() - began
             began = trio.current_time()
-            await wait({sequence: 1})
+            await wait({sequence: 1}, 0.0)
         assert at_once < trio.current_time() - began
 
 
@@ -60,12 +60,12 @@ async def test_a_locked_or_removed_sequence_fails_the_wait_and_holds_up_nothing(
         await other.execute("BEGIN; LOCK TABLE t; ALTER SEQUENCE t_id_seq INCREMENT 1")
         with pytest.raises(DatabaseError):
             async with Bell(database, 0.002).waiting() as wait:
-                await wait({sequence: None})
+                await wait({sequence: None}, 0.0)
         await other.execute("ROLLBACK")
     await database.execute("DROP TABLE t")
     with pytest.raises(DatabaseError):
         async with Bell(database, 0.002).waiting() as wait:
-            await wait({sequence: None})
+            await wait({sequence: None}, 0.0)
 
 
 async def test_a_horizon_is_at_rest_only_when_nothing_but_an_id_can_move_a_position(database: Database) -> None:

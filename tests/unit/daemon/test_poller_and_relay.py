@@ -17,7 +17,7 @@ from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.relay import MAX_LINE, Relay, RelayIntervals
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused
-from replicad.positions.bell import Bell
+from replicad.positions.bell import Bell, Wait
 from replicad.positions.horizon import Holder, HolderKind, Horizon, LockSource, Reading, Source
 from replicad.protocol.commands import LockReleased, RemoteServerUp
 from tests.daemons import relay_key, relayed
@@ -99,8 +99,8 @@ class MemoryBell:
         self.fails = False
 
     @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[Callable[[Mapping[int, int | None]], Awaitable[int | None]]]:
-        async def wait(values: Mapping[int, int | None]) -> int | None:
+    async def waiting(self) -> AsyncIterator[Wait]:
+        async def wait(values: Mapping[int, int | None], since: float) -> int | None:
             self.waits.append(values)
             self.rung = rung = trio.Event()
             with trio.move_on_after(0.5):

@@ -45,6 +45,17 @@ BEGIN
 END
 $roles$;
 
+-- name: roles_replication
+-- The daemon hears of commits at once over a replication connection (extra `bell`). The attribute lets it read all WAL of the
+-- server, so that it is given only where `--replication` asks for it; a superuser gives it, or a role that has it and CREATEROLE.
+DO $replication$
+BEGIN
+    IF NOT (SELECT r.rolreplication FROM pg_roles r WHERE r.rolname = {daemon}) THEN
+        EXECUTE format('ALTER ROLE %I WITH REPLICATION', {daemon});
+    END IF;
+END
+$replication$;
+
 -- name: roles_writers
 -- Writers insert into tables by rights that they have already. Besides they take ids of the sequence of a stream whose ids are
 -- reserved, if they may insert into its table; and they invalidate caches.

@@ -11,7 +11,7 @@ from replicad.daemon.supervision import Restarts
 class StreamIntervals:
     """Intervals and pauses in seconds, and bounds."""
 
-    look: float = 1.0  # between two looks at the registry, and between two notes of published positions
+    look: float = 1.0  # between two looks at the registry (longer with many streams), and two notes of positions
     look_pause: float = 0.1  # at least, between two looks that troubles cause
     last_note: float = 10.0  # at most, for noting the published positions when the daemon ends
     first_reading: float = 2.0  # to wait for the first position of a stream; only an open transaction takes longer

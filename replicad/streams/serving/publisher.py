@@ -35,6 +35,7 @@ from replicad.streams.store import PostgresStore
 
 REGISTRY = "registry"  # the cause of troubles with a stream's entry in the registry; also the name of this service
 READERS = 30.0  # seconds between two tries to make the readers that streams lack
+MANY = 250  # streams; of more, the registry is looked at less often, so that a second of looks costs the same
 
 log = structlog.get_logger()
 
@@ -199,9 +200,13 @@ class Publisher:
                 nursery.start_soon(self._look_when_trouble_begins)
                 audit = self.audit.run
                 nursery.start_soon(keep_running, audit, "service", "late_rows", self._troubles, self._pace.restarts)
+                look_at = 0.0
                 while True:
                     await trio.sleep(self._pace.look)
-                    await self._look_contained()
+                    if trio.current_time() >= look_at:
+                        await self._look_contained()
+                        many = max(1.0, len(self._servings) / MANY)
+                        look_at = trio.current_time() + (many - 0.5) * self._pace.look
                     troubled = self._troubles.names(KIND)
                     for name, serving in list(self._servings.items()):
                         if serving.is_obstructed or name in troubled:

@@ -341,6 +341,15 @@ class LeaseLost(TubeError):
     code = "lease_lost"
 
 
+class LeaseForked(LeaseLost):
+    """The history of the tube has forked since the lease was given. Cursors and seqs that were read under it are void.
+
+    On the wire it is a `lease_lost` whose text begins with FORKED.
+    """
+
+    FORKED = "history forked"
+
+
 class PartitionsChanged(TubeError):
     """The tube has another number of partitions now; claim anew."""
 

@@ -59,6 +59,7 @@ class Holding:
         self._asked = 0.0
         self._lost: ReplicadError | None = None
         self.term = 0
+        self.generation: str | None = None  # of the tube's history; the lease is void in any other
         self.due = 0.0
         self.scope = trio.CancelScope()
 
@@ -91,7 +92,7 @@ class Holding:
         self._asked = trio.current_time()
         holder = f"{word_of(client)}!{self._key}"
         lease = await client.claim(self._tube, self._part, ttl=self._ttl, wait=wait, holder=holder, ready=True)
-        self.term = lease.term
+        self.term, self.generation = lease.term, lease.generation
         if trio.current_time() >= self._asked + self._ttl / RENEWALS:  # when in this time it was given is unknown
             self._asked = trio.current_time()
             await client.renew(self._tube, self._part, self.term)

@@ -9,6 +9,8 @@ from replicad.errors import (
     ConnectionLost,
     DatabaseError,
     Forbidden,
+    LeaseForked,
+    LeaseLost,
     LocalProtocolError,
     PresenceRefused,
     RelayRefused,
@@ -45,6 +47,8 @@ def refusal(text: str) -> ReplicadError:
         return kind(sentence, stream=found[1], row_id=int(found[2]))
     if kind is BadToken and (found := _FORKED.fullmatch(sentence)) and _has_epoch(found[2]):
         return TokenForked(sentence)
+    if kind is LeaseLost and sentence.startswith(LeaseForked.FORKED):
+        return LeaseForked(sentence)
     error: ReplicadError = kind(sentence)
     return error
 

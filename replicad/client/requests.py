@@ -47,6 +47,7 @@ from replicad.tubes.commands import (
     Release,
     Renew,
     Report,
+    Seen,
     Tube,
 )
 
@@ -476,7 +477,12 @@ class ClientRequests:
 
         `ready`: do not wait; the daemon sends READY within that time (see `trio_client.when_ready`).
         """
-        return _one(Claim(tube, part, ttl, wait, holder, ready), Lease, lambda answer: answer)
+        return _one(Claim(tube, part, ttl, wait, holder, ready, generation=True), Lease, lambda answer: answer)
+
+    @asked
+    def seen(self, tube: str, generation: str, seq: int) -> WholeRequest[Seen]:
+        """Say that pods up to `seq` of an earlier generation were passed on; the answer says which of them are lost."""
+        return _one(Seen(tube, generation, seq), Seen, lambda answer: answer)
 
     @asked
     def renew(self, tube: str, part: Part, term: int) -> WholeRequest[Lease]:

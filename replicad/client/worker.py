@@ -24,6 +24,7 @@ from replicad.client.ledger import FRUITLESS_STEPS, Ledger, StaleIds, Touch, col
 from replicad.client.refusals import may_pass
 from replicad.client.requests import Pod, garbage_before
 from replicad.client.trio_client import TrioClient, when_ready
+from replicad.client.worker_history import OnFork, WorkerHistory
 from replicad.errors import (
     CursorAhead,
     DownstreamError,
@@ -108,6 +109,7 @@ class Work:
     control: HandleControl | None
     stale_ids: StaleIds | None
     settings: WorkerSettings
+    history: WorkerHistory
     statistics: WorkerStatistics = field(default_factory=WorkerStatistics)
     key: str = field(default_factory=new_key)
     past: dict[Part, Past] = field(default_factory=dict)
@@ -166,6 +168,7 @@ class Partition:
             await lease.claim(self._claims, self._settings.poll, self._work_for.past.get(self.part))
             backoff.reset()
             with lease.scope, self._keeper.keeping(lease):
+                await self._work_for.history.enter(self._client, lease.generation)
                 async with open_plain_nursery() as nursery:
                     await self._work(nursery)
         finally:
@@ -326,6 +329,7 @@ class Partition:
         while todo:
             batch, tries, before = todo.pop(0)
             whole = Batch(self._tube, tuple(batch), self.part, self._lease.term)
+            self._work_for.history.note(self._lease.generation, max(touch.seq for touch in batch))
             error = await self._attempt(self._work_for.handle, whole)
             if error is None:
                 self._successes += 1
@@ -428,6 +432,8 @@ class Worker:
 
     `stale_ids(shard, before, limit)` is for garbage collection after a backfill: it returns up to `limit` ids that the
     downstream holds for the shard and wrote for a `Touch.seq` below `before`. `handle` gets them with op G.
+
+    `on_fork` is called with the touches that a failover, a restore or a crash of Postgres has made unknown (`Fork`).
     """
 
     def __init__(
@@ -439,11 +445,13 @@ class Worker:
         partitions: Collection[int] | None = None,
         control: HandleControl | None = None,
         stale_ids: StaleIds | None = None,
+        on_fork: OnFork | None = None,
         settings: WorkerSettings | None = None,
     ) -> None:
         """`partitions` None: all of them."""
         self._only = None if partitions is None else frozenset(partitions)
-        self._work = Work(open_client, tube, handle, control, stale_ids, settings or WorkerSettings())
+        history = WorkerHistory(tube, on_fork)
+        self._work = Work(open_client, tube, handle, control, stale_ids, settings or WorkerSettings(), history)
 
     @property
     def statistics(self) -> WorkerStatistics:

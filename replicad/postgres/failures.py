@@ -29,6 +29,7 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
     "RT006": errors.CursorAhead,
     "RT007": errors.DataLoss,
     "RT008": errors.UsageError,
+    "RT009": errors.DatabaseUnavailable,
     "RS001": errors.UnknownStream,
     "RS002": errors.StreamRefused,
     "RS003": errors.StreamRefused,

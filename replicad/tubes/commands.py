@@ -29,6 +29,7 @@ from replicad.protocol.words import Side, bad, json_value
 LINES, ARROW = "lines", "arrow"
 ENCODINGS = (LINES, ARROW)  # of pods: one line each, or many in a block of Arrow IPC
 MAX_BLOCK = 64 << 20  # bytes in a block, as in the longest line that clients accept
+STATES = ("same", "unknown", "scheduled", "healed")  # of touches, after a fork of history
 _PART = re.compile(r"[0-9]{1,5}/[0-9]{1,5}").fullmatch
 MAX_KEPT = 1000  # terms in a KEEP: a few milliseconds in Postgres
 LONGEST_KEEP = MAX_KEPT * 20 + 1024  # characters: terms of 19 digits, commas, and the words before
@@ -98,6 +99,7 @@ class Claim(Command):
     it; after that the answer is ERROR lease_held. `holder` is a name that survives a reconnect (default: the
     connection's name and number). With `NAME!KEY` several connections that know the key share the lease.
     `ready=1`: the answer comes at once; after lease_held READY is sent when the partition is free, within `wait`.
+    `generation=1`: the answer names the generation of the tube's history.
     """
 
     tube: str = word("tube")
@@ -106,6 +108,7 @@ class Claim(Command):
     wait: float | None = option("seconds", SECONDS, default=None)
     holder: str | None = option("word", default=None)
     ready: bool = option("1", FLAG, default=False)
+    generation: bool = option("1", FLAG, default=False)
 
     def check(self) -> None:
         """`Command.check`."""
@@ -152,12 +155,33 @@ class Release(Command):
 
 @command("LEASE", Side.SERVER)
 class Lease(Command):
-    """LEASE: the client holds the partition under `term`, until `ttl` seconds after its request."""
+    """LEASE: the client holds the partition under `term`, until `ttl` seconds after its request.
+
+    `generation`, if CLAIM has asked for it: cursors and seqs of another one mean nothing under this lease.
+    """
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
     term: int = word("term", INTEGER)
     ttl: float = word("ttl", SECONDS)
+    generation: str | None = option("word", default=None)
+
+
+@command("SEEN", Side.BOTH, verb="work", on="tube", answer="SEEN")
+class Seen(Command):
+    """SEEN: a client has passed on pods of a generation, the last of them with this seq. The answer says what is lost.
+
+    `state`: `same`, nothing; `unknown`, history has forked, and the touches above `shared` are unknown: their changes
+    are downstream, and may not be in the database. A backfill brings the downstream up to date. `scheduled`: the same,
+    and the backfills are scheduled. `healed`: they are done. `since=us`: when `shared` was noted.
+    """
+
+    tube: str = word("tube")
+    generation: str = word("generation")
+    seq: int = word("seq", INTEGER)
+    state: str | None = optional("state", one_of(*STATES), default=None)
+    shared: int | None = option("seq", INTEGER, default=None)
+    since: int | None = option("us", INTEGER, default=None)
 
 
 @command("PODS", Side.CLIENT, verb="work", on="tube", answer="CURSOR")

@@ -108,6 +108,7 @@ class LeaseBook:
         self._schema = schema
         self._table = f"{quote_ident(schema)}.tube_lease"
         self._next_term = f"{quote_ident(schema)}.tube_term_next"
+        self._valid = f"generation = (SELECT {quote_ident(schema)}.tube_generation_valid())"
         self._sequence = f"{quote_ident(schema)}.tube_term_seq".replace("'", "''")
         self._now = now
         self._watch = BeatWatch[int](LONGEST_GAP)
@@ -141,7 +142,7 @@ class LeaseBook:
         row = await call_row(
             self._db, self._schema, "tube_lease_claim", *where, holder.stored, timedelta(seconds=ttl), list(expired)
         )
-        return Lease(tube, part, row["term"], ttl)
+        return Lease(tube, part, row["term"], ttl, row["generation"])
 
     async def let_go(self, holders: Sequence[LeaseHolder]) -> None:
         """The connections that these holders are bound to have ended: another one under the name may have the lease."""
@@ -186,6 +187,7 @@ class LeaseBook:
         rows = await self._own.fetch(
             f"UPDATE {self._table} AS l SET beat = nextval('{self._sequence}') FROM ("
             f"SELECT k.partitions, k.partition FROM {self._table} AS k WHERE k.tube = $1 "
+            f"AND k.{self._valid} "
             "AND k.term = ANY ($2::bigint[]) AND ($3 = '' OR starts_with(k.holder, $3 || '/')) "
             "ORDER BY 1, 2 FOR NO KEY UPDATE) AS held "
             "WHERE l.tube = $1 AND (l.partitions, l.partition) = (held.partitions, held.partition) "

@@ -22,7 +22,7 @@ from typing import TypeVar
 import structlog
 import trio
 
-from replicad.errors import DatabaseError
+from replicad.errors import DatabaseError, LeaseLost
 from replicad.postgres.bridge import Database, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_value, statement
 from replicad.protocol.tokens import Cursor
@@ -66,13 +66,14 @@ class TubeInfo:
 @dataclass(frozen=True, slots=True)
 class PodReadBounds:
     """The bounds of a read: nothing above the tube's `position`; at most `limit` pods, `backfill` of them of backfills;
-    about `ids` ids, but one pod at least. None: no bound.
+    about `ids` ids, but one pod at least. None: no bound. `generation`: the one in which the position was read.
     """
 
     position: int
     limit: int
     ids: int | None = None
     backfill: int | None = None
+    generation: str | None = None
 
 
 async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
@@ -133,8 +134,9 @@ class PodBook:
             bounds.limit,
             bounds.ids,
             bounds.backfill,
+            bounds.generation,
         )
-        self._low.note_position(tube, part, bounds.position)
+        self._low.note_position(tube, part, bounds.position, bounds.generation)
         return CursorAt(tube, part, Cursor(row["regular"], row["backfill"]), row["pods"])
 
     async def short(
@@ -149,11 +151,11 @@ class PodBook:
             self._short[tube, part.partitions] = text
         most = min(bounds.limit, FEW_PODS), FEW_BYTES
         rows = await self._bulk_db.fetch(
-            text, part.partition, term, after.regular, after.backfill, bounds.position, *most
+            text, part.partition, term, after.regular, after.backfill, bounds.position, *most, bounds.generation
         )
         if not rows[0]["held"]:
             return None
-        self._low.note_position(tube, part, bounds.position)
+        self._low.note_position(tube, part, bounds.position, bounds.generation)
         if rows[0]["seq"] is None:
             return CursorAt(tube, part, after, 0), b""
         last = {row["backfill"]: row["seq"] for row in rows}
@@ -344,13 +346,13 @@ class LowMarks:
     def __init__(self, db: Database, schema: str) -> None:
         self._db = db
         self._schema = schema
-        self._positions: dict[tuple[str, Part], int] = {}
+        self._positions: dict[tuple[str, Part], tuple[int, str | None]] = {}  # with the generation in which it was read
         self._acked: dict[tuple[str, Part], int] = {}
         self._moved: dict[tuple[str, Part], float] = {}
 
-    def note_position(self, tube: str, part: Part, position: int) -> None:
-        """A read has used this position: no pod can appear at or below it."""
-        self._positions[tube, part] = position
+    def note_position(self, tube: str, part: Part, position: int, generation: str | None) -> None:
+        """A read has used this position: in this generation, no pod can appear at or below it."""
+        self._positions[tube, part] = position, generation
 
     def keep_only(self, tubes: Collection[str]) -> None:
         """Forget the other tubes."""
@@ -369,8 +371,8 @@ class LowMarks:
         self._acked[key], self._moved[key] = 0, now
         where = (tube, part.partitions, part.partition)
         try:
-            await call_value(self._db, self._schema, "tube_low_raise", *where, self._positions[key])
-        except DatabaseError as error:
+            await call_value(self._db, self._schema, "tube_low_raise", *where, *self._positions[key])
+        except (DatabaseError, LeaseLost) as error:  # LeaseLost: history has forked since
             log.warning("low_mark_not_moved", tube=tube, part=str(part), error=str(error))
 
 

@@ -123,7 +123,7 @@ async def test_a_short_read_goes_by_the_index_although_it_was_prepared_while_the
 ) -> None:
     term = await db.fetch_value(CLAIM, PARTITIONS, 0)
     statement = await db.fetch_value("SELECT tube.tube_short_sql('a', $1)", PARTITIONS)
-    read = f"EXECUTE short(0, {term}, 0, 0, 100, {FEW_PODS}, 65536)"
+    read = f"EXECUTE short(0, {term}, 0, 0, 100, {FEW_PODS}, 65536, NULL)"
     async with indexed.connection() as one:
         await one.execute(f"PREPARE short AS {statement}")
         for _ in range(10):

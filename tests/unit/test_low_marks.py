@@ -33,17 +33,17 @@ async def test_a_mark_moves_once_in_thousands_of_acks_up_to_the_position_of_the_
     half = MARK_EVERY // 2
     await marks.note_acks("a", Part(0, 2), MARK_EVERY)  # nothing was read here: the position is unknown
     assert db.seen == []
-    marks.note_position("a", Part(0, 2), 70)
-    marks.note_position("a", Part(1, 2), 80)
+    marks.note_position("a", Part(0, 2), 70, "g")
+    marks.note_position("a", Part(1, 2), 80, "g")
     await marks.note_acks("a", Part(0, 2), 1)  # refused, and logged only
     await trio.sleep(MARK_PAUSE)
     await marks.note_acks("a", Part(0, 2), half)
     await marks.note_acks("a", Part(1, 2), half)
-    assert db.seen == [("a", 2, 0, 70)]
-    marks.note_position("a", Part(0, 2), 90)
+    assert db.seen == [("a", 2, 0, 70, "g")]
+    marks.note_position("a", Part(0, 2), 90, "g")
     await trio.sleep(MARK_PAUSE)
     await marks.note_acks("a", Part(0, 2), half)
-    assert db.seen == [("a", 2, 0, 70), ("a", 2, 0, 90)]
+    assert db.seen == [("a", 2, 0, 70, "g"), ("a", 2, 0, 90, "g")]
     marks.keep_only(["b"])
     await marks.note_acks("a", Part(1, 2), MARK_EVERY)
     assert len(db.seen) == 2
@@ -55,7 +55,7 @@ async def test_a_partition_that_is_emptied_fast_moves_its_mark_a_few_times_a_sec
     db = Calls()
     marks = LowMarks(cast("Database", db), "tube")
     for acked in range(1, 101):
-        marks.note_position("a", Part(0, 2), acked * MARK_EVERY)
+        marks.note_position("a", Part(0, 2), acked * MARK_EVERY, "g")
         await marks.note_acks("a", Part(0, 2), MARK_EVERY)
         await trio.sleep(MARK_PAUSE / 10)
     assert len(db.seen) == 10

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from replicad.config.declaring import NAMES, TABLES, TEXT, WHOLE, parsed
+from replicad.config.declaring import NAMES, TABLES, TEXT, WHOLE, one_of, parsed
 from replicad.errors import TubeRefused
 from replicad.postgres.statements import HOW, call_value, find_relation, load_sql, statement
 from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
@@ -26,9 +26,7 @@ async def present(place: TargetDatabase) -> dict[str, Values]:
     """The tubes with the tables that are attached to them."""
     found: dict[str, dict[str, Any]] = {}
     for row in await place.db.fetch(statement("tube_desired", place.settings.tube_schema)):
-        tube = found.setdefault(
-            row["tube"], {"partitions": row["partitions"], "predicate": row["predicate"], "tables": {}}
-        )
+        tube = found.setdefault(row["tube"], {name: row[name] for name in (*_OF_TUBE, "on_fork")} | {"tables": {}})
         if row["tbl"] is not None:
             tube["tables"][row["tbl"]] = {
                 "shard": row["shard"],
@@ -85,6 +83,8 @@ async def change(place: TargetDatabase, name: str, before: Values | None, wanted
     if before is None or any(before[key] != wanted[key] for key in _OF_TUBE):
         values = [wanted[key] for key in _OF_TUBE]
         await _locked(place, f"tube {name}", lambda run: run("tube_ensure_exists", name, *values))
+    if (before or {"on_fork": "report"})["on_fork"] != wanted["on_fork"]:
+        await _locked(place, f"tube {name}", lambda run: run("tube_on_fork", name, wanted["on_fork"]))
     for table in _differing(before, wanted):
         await _attach(place, name, table, wanted["tables"][table], new=before is None or table not in before["tables"])
 
@@ -157,6 +157,7 @@ SECTION = Section(
     keys=(
         SectionKey("partitions", WHOLE, 1, minimum=1, maximum=_MOST_PARTITIONS),
         SectionKey("predicate", TEXT),
+        SectionKey("on_fork", one_of("report", "backfill"), "report"),
         SectionKey("tables", TABLES, {}, inner=_TABLE),
     ),
     present=present,

@@ -21,6 +21,13 @@ from replicad.terminal.failures import say
 from replicad.terminal.output import echo, print_rows
 from replicad.tubes.cli.islands import NoIndex, Tubes, island_options, on_islands, parse_shards, with_island
 
+on_fork_option = option(
+    "--on-fork",
+    metavar="report|backfill",
+    type=ValueType(one_of("report", "backfill")),
+    help="What to do when a failover or a restore has made touches unknown that readers have passed on: only report it "
+    "as a fault of the tube, or backfill its tables too. Default for a new tube: report.",
+)
 shards_option = option(
     "--shards",
     metavar="N|N-M|all",
@@ -55,10 +62,17 @@ def command() -> None:
     metavar="SQL",
     help="Record only rows for which this is true. It may use the columns of the attached tables.",
 )
+@on_fork_option
 @island_options
-def create(tube: str, partitions: int, predicate: str | None, **options: Any) -> None:
+def create(tube: str, partitions: int, predicate: str | None, on_fork: str | None, **options: Any) -> None:
     """Create TUBE, or change an existing one to these options."""
-    on_islands(options, lambda tubes: tubes.change(f"tube {tube}", "tube_ensure_exists", tube, partitions, predicate))
+
+    async def work(tubes: Tubes) -> None:
+        await tubes.change(f"tube {tube}", "tube_ensure_exists", tube, partitions, predicate)
+        if on_fork is not None:
+            await tubes.value("tube_on_fork", tube, on_fork)
+
+    on_islands(options, work)
     echo(f"tube {tube}: {partitions} partition{'s' if partitions != 1 else ''}")
 
 
@@ -69,22 +83,27 @@ def create(tube: str, partitions: int, predicate: str | None, **options: Any) ->
 )
 @option("--predicate", metavar="SQL", help="The new predicate.")
 @option("--no-predicate", is_flag=True, help="Remove the predicate: record every row.")
+@on_fork_option
 @island_options
-def alter(tube: str, partitions: int | None, predicate: str | None, no_predicate: bool, **options: Any) -> None:
-    """Change the partitions or the predicate of TUBE.
+def alter(
+    *, tube: str, partitions: int | None, predicate: str | None, no_predicate: bool, on_fork: str | None, **options: Any
+) -> None:
+    """Change the partitions or the predicate of TUBE, or what happens after a fork of its history.
 
     Pods and attached tables are kept.
     """
     if predicate is not None and no_predicate:
         raise UsageError("--predicate and --no-predicate are both given; give one of them")
-    if partitions is None and predicate is None and not no_predicate:
-        raise UsageError("nothing to change; give --partitions, --predicate or --no-predicate")
+    if partitions is None and predicate is None and not no_predicate and on_fork is None:
+        raise UsageError("nothing to change; give --partitions, --predicate, --no-predicate or --on-fork")
 
     async def work(tubes: Tubes) -> int:
         before = await _row_of_tube(tubes, tube)
         wanted = before["partitions"] if partitions is None else partitions
         kept = None if no_predicate else predicate or before["predicate"]
         await tubes.change(f"tube {tube}", "tube_ensure_exists", tube, wanted, kept)
+        if on_fork is not None:
+            await tubes.value("tube_on_fork", tube, on_fork)
         return int(wanted)
 
     for _, wanted in on_islands(options, work):

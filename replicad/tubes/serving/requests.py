@@ -37,8 +37,10 @@ from replicad.tubes.commands import (
     Release,
     Renew,
     Report,
+    Seen,
     Tube,
 )
+from replicad.tubes.history import HistoryBook
 from replicad.tubes.leases import LeaseBook, LeaseHolder, without_tags
 from replicad.tubes.pods import PodBook, PodReadBounds, Span
 from replicad.tubes.serving.known import KnownTubes
@@ -55,6 +57,7 @@ class Books:
     blocks: BulkBook
     backfiller: Backfiller
     untouched: Callable[[], Awaitable[Mapping[str, str]]]
+    history: HistoryBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +188,6 @@ async def read_list(numbers: Sequence[int], give_way: GiveWay) -> tuple[int, ...
 MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
 DEFAULT_LIMIT = 1000
 
-StillServed = Callable[[str], Awaitable[object]]
-"""Raises UnknownTube, or TubeRefused if the tube can no longer be served."""
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -207,17 +207,14 @@ class PodReads:
         readiness: Readiness,
         renewals: Renewals,
         *,
-        still_served: StillServed,
-        partitions: Callable[[str], int | None],
+        known: KnownTubes,
     ) -> None:
-        """`partitions`: the number of partitions of a tube, if known."""
         self._pods = books.pods
         self._bulk = books.blocks
         self._waiters = waiters
         self._readiness = readiness
         self._renewals = renewals
-        self._still_served = still_served
-        self._partitions = partitions
+        self._known = known
 
     async def plan(self, peer: Peer, command: Pods, wait: float) -> Planned:
         """How far the answer goes, and how many pods it has. Waits up to `wait` seconds if there are none.
@@ -236,6 +233,7 @@ class PodReads:
 
     async def send(self, peer: Peer, command: Pods, upto: Cursor) -> int:
         """Send the pods that are planned; returns how many. Raises LeaseLost, also after some."""
+        self._known.note_served(command.tube, upto)
         target = command.tube, command.part, command.term
         renew = partial(self._renewals.renew_if_due, *target)
         if command.encoding == ARROW:
@@ -274,7 +272,7 @@ class PodReads:
             if waiter.read_to is not None:
                 with trio.move_on_at(min(until, trio.current_time() + JUST_NOW, self._renewals.due(tube, term))):
                     await came.wait()
-                await self._still_served(tube)
+                await self._known.served(tube)
                 came = trio.Event()
                 waiter.wake, waiter.read_to = came.set, None
             while True:
@@ -287,22 +285,24 @@ class PodReads:
                     with trio.move_on_at(min(until, max(self._renewals.due(tube, term), trio.current_time()))):
                         await came.wait()
                     await self._renewals.renew_waiting(tube, part, term)
-                await self._still_served(tube)
+                await self._known.served(tube)
                 came = trio.Event()
                 waiter.wake = came.set
 
     def _read_to(self, command: Pods) -> int | None:
         """The position up to which no pod is behind the request's cursor, as its lease has just read; else None."""
-        if command.part.partitions != self._partitions(command.tube):
+        if command.part.partitions != self._known.partitions(command.tube):
             return None
         return self._waiters.take_end(command.tube, command.part, command.term, command.after)
 
     async def _plan(self, command: Pods) -> Planned:
         tube, part, term, after = command.tube, command.part, command.term, command.after
         limit = min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT)
-        bounds = PodReadBounds(await self._waiters.position(tube), limit, command.ids, command.backfill)
+        position = await self._waiters.position(tube)
+        # read without a pause after the position, so that both are of one generation
+        bounds = PodReadBounds(position, limit, command.ids, command.backfill, self._known.generation_id)
         as_lines = not command.plan and command.encoding != ARROW
-        if as_lines and part.partitions == self._partitions(tube):
+        if as_lines and part.partitions == self._known.partitions(tube):
             try:
                 short = await self._pods.short(tube, part, term, after, bounds)
             except DatabaseUnavailable:
@@ -337,9 +337,8 @@ class TubeRequests:
         self._ownership = ownership
         self._renewals = renewals
         self._claims = LeaseClaims(ownership, claim_waiters, readiness, limits, known.partitions)
-        self._reads = PodReads(
-            books, waiters, readiness, renewals, still_served=known.served, partitions=known.partitions
-        )
+        self._reads = PodReads(books, waiters, readiness, renewals, known=known)
+        self._history = books.history
 
     def answers(self, peer: Peer) -> Answers:
         """`Service.answers`."""
@@ -353,6 +352,7 @@ class TubeRequests:
             Ack: self._ack,
             Park: self._park,
             Report: self._report,
+            Seen: self._seen,
         }
 
         async def refuse_unknown(command: Any) -> None:
@@ -398,7 +398,9 @@ class TubeRequests:
         lease = await self._claims.claim(session, command, self._bounded_wait(command.wait))
         self._renewals.note(lease, asked)
         session.log.info("lease_claimed", tube=lease.tube, part=str(lease.part), term=lease.term, ttl=lease.ttl)
-        session.post(lease)
+        if lease.generation != self._known.generation_id:
+            await self._known.look()  # the positions here may be of another history than the lease
+        session.post(lease if command.generation else replace(lease, generation=None))
 
     async def _renew(self, session: Peer, command: Renew) -> None:
         session.post(await self._renewals.renew(command.tube, command.part, command.term))
@@ -445,6 +447,12 @@ class TubeRequests:
         )
         session.post(Parked(command.tube, command.part, ids))
 
+    async def _seen(self, session: Peer, command: Seen) -> None:
+        await self._known.find(command.tube)
+        found = await self._history.seen(command.tube, command.generation, command.seq)
+        since = None if found.since is None else round(found.since.timestamp() * 1_000_000)
+        session.post(replace(command, state=found.state, shared=found.shared, since=since))
+
     async def _report(self, session: Peer, command: Report) -> None:
         await self._known.find(command.tube)
         await self._pods.report(command.tube, command.reporter, command.counts or "{}")
@@ -458,6 +466,7 @@ class TubeRequests:
             await self._known.find(command.tube, session.access.lists)
         answer = planned.at
         if planned.lines:
+            self._known.note_served(command.tube, answer.cursor)
             await session.flush()
             await session.send(planned.lines, f"{answer.render()}\n".encode())
             return

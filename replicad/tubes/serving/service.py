@@ -31,6 +31,7 @@ from replicad.streams.together import fetch_together
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.bulk import BulkBook
 from replicad.tubes.commands import COMMANDS
+from replicad.tubes.history import HistoryBook
 from replicad.tubes.leases import LeaseBook, LeaseView
 from replicad.tubes.picture import (
     PARTITION_COLUMNS,
@@ -200,11 +201,14 @@ class TubeService:
         self.seen_leases: Sequence[LeaseView] = ()  # at the last look, which is made every second
         self._pace = pace
         self._untouched = books.untouched
+        self._history = books.history
         self._backfiller = books.backfiller
         self._troubles = troubles
         self._waiters = PodWaiters(books.pods, troubles, pace)
         self._claim_waiters = ClaimWaiters()
-        self._known = KnownTubes(books.pods, poller, self._waiters, self._claim_waiters, troubles)
+        self._known = KnownTubes(
+            books.pods, books.history, poller, self._waiters, self._claim_waiters, troubles=troubles
+        )
         self._ownership = Ownership(books.leases, troubles, pace.look)
         self._readiness = Readiness(self._waiters, self._claim_waiters)
         self._renewals = Renewals(books.leases)
@@ -267,7 +271,11 @@ class TubeService:
             nursery.start_soon(
                 keep_running, self._ownership.run, "service", "leases", self._troubles, self._pace.restarts
             )
+            nursery.start_soon(
+                keep_running, self._known.follow_history, "service", "tube history", self._troubles, self._pace.restarts
+            )
             nursery.start_soon(self._repeat, "tubes", self._known.look)
+            nursery.start_soon(self._repeat, "history", self._look_at_history)
             nursery.start_soon(self._repeat, "triggers", self._look_at_triggers)
             nursery.start_soon(self._repeat, "leases", self._look_at_leases)
             nursery.start_soon(self._repeat, "backfills", partial(self._look_for_backfills, nursery))
@@ -287,6 +295,17 @@ class TubeService:
                 self._troubles.begin(TUBE, name, "triggers", found[name], code=DataLoss.code)
             else:
                 self._troubles.end(TUBE, name, "triggers")
+
+    async def _look_at_history(self) -> None:
+        await self._known.note_positions()
+        await self._known.report_served()
+        present = self._known.generation
+        found = await self._history.missing() if present is not None and present.missed else {}
+        for name in self.tubes:
+            if name in found:
+                self._troubles.begin(TUBE, name, "missed", found[name], code=DataLoss.code)
+            else:
+                self._troubles.end(TUBE, name, "missed")
 
     async def _look_at_leases(self) -> None:
         self._readiness.drop_late()
@@ -316,6 +335,7 @@ def feature(pace: TubeIntervals = TubeIntervals()) -> Feature:
             BulkBook(pools.tubes, schema, pace.blocks),
             Backfiller(pools.housekeeping, schema, host.troubles, pace.backfills),
             partial(load_untouched, pools.housekeeping, schema),
+            HistoryBook(pools.short, schema),
         )
         service = TubeService(books, host.settings.limits, host.poller, troubles=host.troubles, pace=pace)
         host.figures.add(TubeFigures(service, pools.housekeeping, schema))

@@ -190,6 +190,10 @@ class PodWaiters:
         self._troubles.end("tube", tube, "wake")
         self.wake(tube)
 
+    def known_position(self, tube: str) -> int | None:
+        """The tube's position; None before the first reading."""
+        return self._positions.get(tube)
+
     async def position(self, tube: str) -> int:
         """The tube's position. Waits for the first one; then, without any, it is 0 and no pod is sent."""
         with trio.move_on_after(self._pace.first_reading):

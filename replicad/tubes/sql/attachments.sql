@@ -93,8 +93,8 @@ $$;
 
 -- tube_table_ensure_detached(tube, tbl): detaches the table and its partitions from the tube (tube NULL: from all
 -- tubes): changes of rows no longer touch the tube. Pods in the tube stay. Does nothing if the table is not attached.
--- Raises RT005 for a partition that was attached through its table. Writes tube_attachment, tube_backfill, triggers,
--- functions.
+-- Raises RT005 for a partition that was attached through its table. Writes tube_attachment, tube_backfill, tube_missed,
+-- triggers, functions.
 CREATE OR REPLACE FUNCTION tube_table_ensure_detached(tube text, tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -122,6 +122,7 @@ BEGIN
         PERFORM tube_backfill_stop(a.tube, a.tbl);
         PERFORM tube_shards_note(b.tube, b.shards) FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
         DELETE FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
+        DELETE FROM tube_missed m WHERE m.tube = a.tube AND m.tbl = a.tbl;
         PERFORM tube_trigger_sweep(a.tube);
     END LOOP;
     PERFORM tube_table_touch_sweep();

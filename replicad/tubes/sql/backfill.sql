@@ -201,8 +201,8 @@ BEGIN
 END
 $$;
 
--- tube_backfill_progress(a, more, finished): adds to the number of ids in the tube, and marks the end if finished.
--- Writes tube_backfill and the tube.
+-- tube_backfill_progress(a, more, finished): adds to the number of ids in the tube, and marks the end if finished:
+-- changes of the table that were missed before it began are missed no more. Writes tube_backfill, tube_missed and the tube.
 CREATE OR REPLACE FUNCTION tube_backfill_progress(a tube_attachment, more bigint, finished boolean) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -213,6 +213,8 @@ BEGIN
         WHERE x.tube = a.tube AND x.tbl = a.tbl RETURNING * INTO b;
     IF finished THEN
         PERFORM tube_backfill_control(b.tube, 'backfill_end', b.start_seq, b.shards);
+        UPDATE tube_missed m SET healed_at = clock_timestamp()
+            WHERE m.tube = b.tube AND m.tbl = b.tbl AND m.healed_at IS NULL AND NOT m.lasts AND m.seen_at < b.started_at;
     END IF;
 END
 $$;

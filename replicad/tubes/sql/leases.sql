@@ -7,23 +7,27 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT nextval('tube_term_seq') << 24 | ('x' || right(gen_random_uuid()::text, 6))::bit(24)::bigint
 $$;
 
--- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): claims a partition; returns the lease's term and
--- first beat.
+-- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): claims a partition; returns the lease's term,
+-- first beat and generation.
 --   partitions  the tube's number, or 1: the whole tube
---   holder      if it already holds exactly this lease, it keeps the term and gets a new beat
+--   holder      if it already holds exactly this lease, it keeps the term and gets a new beat; a new term, if the lease is
+--               of an earlier generation
 --   expired     beats that the caller has seen unchanged for longer than their ttl: overlapping leases with such a beat
 --               are removed. If their holder is still alive, its term is refused from now on.
+-- The lease belongs to the present generation (generations.sql), which begins here if history has forked.
 -- Two leases overlap when a shard could belong to both: p/n and q/m where p = q modulo gcd(n, m).
 -- Raises RT001, RT003, RT004 (with the holder), RT005. Locks the tube's row in tube_registry, writes tube_lease.
 CREATE OR REPLACE FUNCTION tube_lease_claim(
     tube text, partitions integer, partition integer, holder text, ttl interval, expired bigint[],
-    OUT term bigint, OUT beat bigint
+    OUT term bigint, OUT beat bigint, OUT generation text
 )
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
+    present text := (tube_continue()).id;
     t tube_registry := tube_lock(tube);
     other tube_lease;
 BEGIN
+    PERFORM tube_generation_check(present);
     PERFORM tube_check_partition(partitions, partition);
     IF partitions <> 1 THEN
         PERFORM tube_check_partitions(tube, partitions);
@@ -45,19 +49,29 @@ BEGIN
             format('partition %s/%s of tube %L is held by %s', other.partition, other.partitions, t.tube, other.holder),
             'wait until it is released, or until its time to live has passed without a sign of life');
     END IF;
-    INSERT INTO tube_lease AS l (tube, partitions, partition, holder, term, beat, ttl)
-        VALUES (t.tube, partitions, partition, holder, tube_term_next(), nextval('tube_term_seq'), ttl)
-        ON CONFLICT ON CONSTRAINT tube_lease_pkey DO UPDATE SET beat = excluded.beat, ttl = excluded.ttl
-        RETURNING l.term, l.beat INTO term, beat;
+    INSERT INTO tube_lease AS l (tube, partitions, partition, holder, term, beat, ttl, generation)
+        VALUES (t.tube, partitions, partition, holder, tube_term_next(), nextval('tube_term_seq'), ttl, present)
+        ON CONFLICT ON CONSTRAINT tube_lease_pkey DO UPDATE SET beat = excluded.beat, ttl = excluded.ttl,
+            term = CASE WHEN l.generation = present THEN l.term ELSE excluded.term END, generation = present
+        RETURNING l.term, l.beat, l.generation INTO term, beat, generation;
 END
 $$;
 
--- tube_lease_lost(tube, partitions, partition, term): raises RT002. Writes nothing.
+-- tube_lease_lost(tube, partitions, partition, term): raises RT002. If history has forked, so that no lease of before is
+-- valid, it says so. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_lease_lost(tube text, partitions integer, partition integer, term bigint) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
     holder text;
+    g tube_generation := tube_generation_now();
 BEGIN
+    IF tube_generation_valid() IS NULL OR term <= g.after_term AND g.number > 1 THEN
+        PERFORM tube_refuse('RT002',
+            format('history forked%s: term %s of partition %s/%s of tube %L was given before that',
+                CASE WHEN term <= g.after_term THEN format(' (%s, %s)', g.reason, g.created_at) END,
+                term, partition, partitions, tube),
+            'nothing was read or acked; claim the partition anew, and read it from its first pod');
+    END IF;
     SELECT string_agg(DISTINCT l.holder, ', ') INTO holder FROM tube_lease l
         WHERE l.tube = tube_lease_lost.tube AND l.partition % gcd(l.partitions, tube_lease_lost.partitions)
             = tube_lease_lost.partition % gcd(l.partitions, tube_lease_lost.partitions);
@@ -74,10 +88,12 @@ RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     new_beat bigint;
+    valid text := tube_generation_valid();
 BEGIN
     UPDATE tube_lease l SET beat = nextval('tube_term_seq')
         WHERE l.tube = tube_lease_renew.tube AND l.partitions = tube_lease_renew.partitions
             AND l.partition = tube_lease_renew.partition AND l.term = tube_lease_renew.term
+            AND l.generation = valid
         RETURNING l.beat INTO new_beat;
     IF NOT FOUND THEN
         PERFORM tube_lease_lost(tube, partitions, partition, term);
@@ -99,14 +115,20 @@ BEGIN
 END
 $$;
 
--- tube_lease_check(tube, partitions, partition, term): true if a lease with that term covers the partition. Raises RT002.
--- It is part of the statement that reads, so that both use one snapshot. Writes nothing.
-CREATE OR REPLACE FUNCTION tube_lease_check(tube text, partitions integer, partition integer, term bigint)
-RETURNS boolean
+-- tube_lease_check(tube, partitions, partition, term, in_generation): true if a lease with that term covers the partition,
+-- and its generation is valid. Raises RT002. It is part of the statement that reads, so that both use one snapshot. Writes
+-- nothing.
+--   in_generation  the generation in which the caller has read the tube's position; NULL: the statement uses no position
+CREATE OR REPLACE FUNCTION tube_lease_check(
+    tube text, partitions integer, partition integer, term bigint, in_generation text = NULL
+) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    valid text := tube_generation_valid();
 BEGIN
     PERFORM FROM tube_lease l
         WHERE l.tube = tube_lease_check.tube AND l.term = tube_lease_check.term
+            AND l.generation = valid AND valid = coalesce(in_generation, valid)
             AND tube_lease_check.partitions % l.partitions = 0
             AND tube_lease_check.partition % l.partitions = l.partition;
     IF NOT FOUND THEN
@@ -120,9 +142,12 @@ $$;
 -- removed, but it can be renewed. Raises RT002. Locks the lease's row.
 CREATE OR REPLACE FUNCTION tube_lease_hold(tube text, partitions integer, partition integer, term bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    valid text := tube_generation_valid();
 BEGIN
     PERFORM FROM tube_lease l
         WHERE l.tube = tube_lease_hold.tube AND l.term = tube_lease_hold.term
+            AND l.generation = valid
             AND tube_lease_hold.partitions % l.partitions = 0
             AND tube_lease_hold.partition % l.partitions = l.partition
         FOR KEY SHARE;

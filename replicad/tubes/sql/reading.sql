@@ -75,11 +75,14 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     WHERE (l.tube, l.partitions, l.partition, l.backfill) = ($1, $2, $3, $4) AND l.seq <= $5
 $$;
 
--- tube_low_raise(tube, partitions, partition, upto): moves the low-water marks of a partition to just below its first
+-- tube_low_raise(tube, partitions, partition, upto, in_generation): moves the low-water marks of a partition to just below its first
 -- pods, but not above upto, which is the tube's position: no pod can appear at or below it. The marks of the tube's own
 -- partitions that lie in it are moved too. A mark that would move by less than a thousand stays. Does nothing if there
--- is no such tube, or for a partition that consists of more than 64. Raises RT005. Writes tube_low.
-CREATE OR REPLACE FUNCTION tube_low_raise(tube text, partitions integer, partition integer, upto bigint) RETURNS void
+-- is no such tube, or for a partition that consists of more than 64. Raises RT005, and RT002 unless in_generation, in which
+-- the position was read, is the present one (NULL: it is). Writes tube_low.
+CREATE OR REPLACE FUNCTION tube_low_raise(
+    tube text, partitions integer, partition integer, upto bigint, in_generation text = NULL
+) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     t tube_registry;
@@ -87,6 +90,7 @@ DECLARE
     first_left bigint;
 BEGIN
     PERFORM tube_check_partition(partitions, partition);
+    PERFORM tube_generation_check(coalesce(in_generation, tube_generation_valid()));
     SELECT * INTO t FROM tube_registry r WHERE r.tube = tube_low_raise.tube;
     IF NOT FOUND OR t.partitions % partitions <> 0 OR t.partitions / partitions > 64 THEN
         RETURN;
@@ -145,7 +149,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_pods_sql(text, integer, integer, boolean) IS 'The query that reads one partition of a tube';
 
--- tube_plan(tube, partitions, partition, term, after_regular, after_backfill, upto, max_pods, max_ids, max_backfill):
+-- tube_plan(tube, partitions, partition, term, after_regular, after_backfill, upto, max_pods, max_ids, max_backfill,
+-- in_generation):
 -- how far a reader at the cursor (after_regular, after_backfill) gets: the cursor behind the last of its next pods, the
 -- number of pods and of ids.
 --   upto          the tube's position: no pod can appear at or below it
@@ -158,7 +163,7 @@ COMMENT ON FUNCTION tube_pods_sql(text, integer, integer, boolean) IS 'The query
 CREATE OR REPLACE FUNCTION tube_plan(
     tube text, partitions integer, partition integer, term bigint,
     after_regular bigint, after_backfill bigint, upto bigint,
-    max_pods integer, max_ids bigint = NULL, max_backfill integer = NULL,
+    max_pods integer, max_ids bigint = NULL, max_backfill integer = NULL, in_generation text = NULL,
     OUT regular bigint, OUT backfill bigint, OUT pods integer, OUT ids bigint
 )
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
@@ -167,7 +172,7 @@ DECLARE
     half record;
 BEGIN
     PERFORM tube_check_partition(partitions, partition);
-    PERFORM tube_lease_check(tube, partitions, partition, term);
+    PERFORM tube_lease_check(tube, partitions, partition, term, in_generation);
     IF partitions <> 1 THEN
         PERFORM tube_check_partitions(tube, partitions);
     END IF;
@@ -263,7 +268,7 @@ $$;
 -- tube_short_sql(tube, partitions): the statement, to be prepared, that reads the next pods of a partition of the tube if
 -- they are few and small: a row for each, with its priority, seq, number of ids and finished line, regular pods first, each
 -- priority by seq. Its parameters: the partition, the term, after_regular, after_backfill, the tube's position, the most
--- pods, the most bytes of their ids and payloads. One row without a pod: there is none; held is false if the term does not
+-- pods, the most bytes of their ids and payloads, the generation in which the position was read. One row without a pod: there is none; held is false if the term does not
 -- hold the partition, or the tube has another number of partitions. No line: there are more pods or bytes. Writes nothing.
 --
 -- It is for workers that wait: a plan and a COPY for each of their pods would take ten times as long. A prepared
@@ -274,6 +279,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         SELECT fence.held, pods.backfill, pods.seq, pods.ids, pods.line
         FROM (
             SELECT EXISTS (SELECT FROM %1$s AS l WHERE l.tube = %3$L AND l.term = $2::bigint
+                    AND l.generation = (SELECT %7$s()) AND l.generation = coalesce($8::text, l.generation)
                     AND %4$s %% l.partitions = 0 AND $1::integer %% l.partitions = l.partition)
                 AND EXISTS (SELECT FROM %2$s AS r WHERE r.tube = %3$L AND r.partitions = %4$s) AS held
             OFFSET 0
@@ -299,7 +305,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             halves.backfill, tube_relation(tube), partitions, halves.backfill::integer, halves.after,
             CASE WHEN halves.backfill THEN ' AND ' || tube_served_sql() END, tube_relation('tube_low'), tube),
             ' UNION ALL ' ORDER BY halves.backfill)
-        FROM (VALUES (false, '$3'), (true, '$4')) AS halves (backfill, after)))
+        FROM (VALUES (false, '$3'), (true, '$4')) AS halves (backfill, after)),
+        tube_relation('tube_generation_valid'))
 $$;
 
 -- tube_columns_sql(tube, partitions, partition, term, backfill, after, upto, payload): the statement that returns the

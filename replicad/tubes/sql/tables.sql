@@ -12,6 +12,7 @@ CREATE TABLE IF NOT EXISTS tube_registry (
     predicate text,                           -- SQL on a row of any attached table; NULL: every row
     path name[] NOT NULL,                     -- schemas in which names of the predicate are looked up
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    on_fork text NOT NULL DEFAULT 'report' CHECK (on_fork IN ('report', 'backfill')),  -- see tube_on_fork
     keys text NOT NULL DEFAULT 'bigint' CHECK (keys IN ('bigint', 'text'))  -- the kind of keys: see keys.sql
 );
 COMMENT ON TABLE tube_registry IS 'replicad: the tubes; use tube_ensure_exists() and tube_ensure_absent()';
@@ -31,6 +32,34 @@ CREATE TABLE IF NOT EXISTS tube_attachment (
 );
 COMMENT ON TABLE tube_attachment IS 'replicad: which tables touch which tubes; use tube_table_ensure_attached()';
 
+-- tube_generation: the generations of the history of all tubes of this schema (generations.sql), with the server and the
+-- sequence with which each began; `shared`: the seq up to which the pods of each tube are those of the generation before.
+-- Written by tube_fork, which keeps the last 1,000.
+CREATE TABLE IF NOT EXISTS tube_generation (
+    number integer PRIMARY KEY,
+    id text NOT NULL UNIQUE,                  -- random
+    reason text NOT NULL,                     -- first, other_server, promoted, restored, restarted, ids_went_back, ...
+    shared jsonb NOT NULL,                    -- {tube: seq}; a tube that is missing shares nothing
+    shared_at timestamptz,                    -- when these were noted
+    after_term bigint NOT NULL,               -- its leases have higher terms, all leases of before have lower ones
+    incarnation text NOT NULL,                -- of tube_incarnation
+    run text NOT NULL,                        -- of the server, as tube_generation_valid compares it
+    sequence oid NOT NULL,
+    file text NOT NULL,                       -- of the sequence, as of pg_relation_filepath: it names the database too
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE tube_generation IS 'replicad: the generations of the history of tubes';
+
+-- tube_noted: one row, the positions of all tubes that daemons have noted, {tube: seq}. Written by tube_note about once a
+-- second, while pods come.
+CREATE TABLE IF NOT EXISTS tube_noted (
+    one boolean PRIMARY KEY DEFAULT true CHECK (one),
+    number bigint NOT NULL DEFAULT 1,         -- grows with each note
+    positions jsonb NOT NULL,
+    noted_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE tube_noted IS 'replicad: the positions of tubes up to which no pod is lost by a restore of this database';
+
 -- tube_lease: the holder of each partition, which may read and ack it. Written by tube_lease_claim, _renew and _release.
 -- tube_term_seq numbers terms and beats. No number is used twice: a changed beat shows without any clock that the holder is
 -- alive, and no new lease has an old term (tube_term_next).
@@ -45,6 +74,7 @@ CREATE TABLE IF NOT EXISTS tube_lease (
     term bigint NOT NULL,
     beat bigint NOT NULL,                     -- changes with every renewal
     ttl interval NOT NULL,                    -- unchanged for this long on the watcher's own clock: expired
+    generation text NOT NULL,                 -- in which it was given; it is void in any other
     PRIMARY KEY (tube, partitions, partition)
 );
 COMMENT ON TABLE tube_lease IS 'replicad: leases of partitions, fenced by their term';
@@ -85,6 +115,22 @@ CREATE TABLE IF NOT EXISTS tube_backfill (
     PRIMARY KEY (tube, tbl)
 );
 COMMENT ON TABLE tube_backfill IS 'replicad: progress of backfills';
+
+-- tube_missed: changes of attached tables that may be missing from the tube, each an event that lasts until the table has been
+-- backfilled (missed.sql). Rows stay for 30 days after that: who comes late is not told of it again.
+CREATE TABLE IF NOT EXISTS tube_missed (
+    tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
+    cause text NOT NULL,                      -- `fork ID` of the generation that began
+    tbl oid NOT NULL,                         -- the attached table, not a partition of it
+    after bigint,                             -- of a fork: the touches with a seq in (after, upto] are unknown
+    upto bigint,
+    lasts boolean NOT NULL DEFAULT false,     -- the cause is there still, so a backfill cannot end the event yet
+    since timestamptz NOT NULL DEFAULT clock_timestamp(),
+    seen_at timestamptz NOT NULL DEFAULT clock_timestamp(),  -- only a backfill that began later counts
+    healed_at timestamptz,
+    PRIMARY KEY (tube, cause, tbl)
+);
+COMMENT ON TABLE tube_missed IS 'replicad: changes that a tube may have missed; a backfill ends them';
 
 -- tube_report: the last report of each reader of a tube. Written by tube_report_put.
 CREATE TABLE IF NOT EXISTS tube_report (

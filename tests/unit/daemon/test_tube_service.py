@@ -18,6 +18,7 @@ from replicad.postgres.bridge import Sink
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
+from replicad.tubes.history import TubeGeneration, Unknown
 from replicad.tubes.leases import LeaseHolder, LeaseView
 from replicad.tubes.pods import PodReadBounds, Span, TubeInfo
 from replicad.tubes.serving.requests import Books
@@ -47,6 +48,9 @@ class MemoryBooks:
     silent: float = 0.0  # seconds for which all leases were not renewed
     backfilled: list[list[str]] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)
+    generations: int = 1
+    notes: list[tuple[str, dict[str, int]]] = field(default_factory=list)
+    reported: list[tuple[str, str, int]] = field(default_factory=list)
     few: bool = False  # pods are few and small, so that they come with the plan
 
     async def _answer(self, what: str) -> None:
@@ -78,7 +82,7 @@ class MemoryBooks:
             raise LeaseHeld(f"{part} of {tube} is held")
         term = len(self.held) + 1
         self.held[term] = Lease(tube, part, term, ttl)
-        return self.held[term]
+        return replace(self.held[term], generation=f"g{self.generations}")
 
     async def let_go(self, holders: Sequence[LeaseHolder]) -> None:
         await self._answer("let_go")
@@ -176,6 +180,23 @@ class MemoryBooks:
         await self._answer("backfills")
         self.backfilled.append([info.name for info in tubes])
 
+    async def present(self, fork: str | None = None) -> TubeGeneration:
+        await self._answer("present")
+        return TubeGeneration(self.generations, f"g{self.generations}", "restarted")
+
+    async def note(self, generation: str, positions: Mapping[str, int]) -> None:
+        await self._answer("note")
+        self.notes.append((generation, dict(positions)))
+
+    async def seen(self, tube: str, generation: str, seq: int) -> Unknown:
+        await self._answer("seen")
+        self.reported.append((tube, generation, seq))
+        return Unknown("unknown", 0)
+
+    async def missing(self) -> dict[str, str]:
+        await self._answer("missing")
+        return {}
+
     async def untouched(self) -> Mapping[str, str]:
         await self._answer("untouched")
         return self.untouched_tables
@@ -187,7 +208,7 @@ class World:
     def __init__(self, desk: Desk, books: MemoryBooks, pace: TubeIntervals) -> None:
         self.desk, self.books, self.troubles = desk, books, desk.troubles
         self.positions = MemoryPositions()
-        every = Books(books, books, books, books, books.untouched)
+        every = Books(books, books, books, books, books.untouched, books)
         self.service = TubeService(every, desk.settings.limits, self.positions, troubles=desk.troubles, pace=pace)
 
     def put(self, *pods: tuple[int, int], tube: str = "t") -> None:

@@ -31,6 +31,15 @@ LEFT JOIN pg_class AS c ON c.relname = r.tube AND c.relnamespace = n.oid
 LEFT JOIN pg_class AS s ON s.relname = 'tube_seq' AND s.relnamespace = n.oid AND s.relkind = 'S'
 ORDER BY r.tube
 
+-- name: tube_history
+-- The present generation, which begins here if history has forked; the number of the last note; and the last numbers of the
+-- sequences, to notice that the database was set back. missed: tubes may have missed changes.
+SELECT g.number, g.id, g.reason, EXISTS (SELECT FROM {schema}.tube_missed AS m WHERE m.healed_at IS NULL) AS missed,
+    coalesce((SELECT n.number FROM {schema}.tube_noted AS n), 0) AS note,
+    coalesce(pg_sequence_last_value('{schema}.tube_seq'), 0) AS last_seq,
+    coalesce(pg_sequence_last_value('{schema}.tube_term_seq'), 0) AS last_term
+FROM {schema}.tube_continue() AS g
+
 -- name: tube_top
 -- One row per tube and partition: waiting pods, their lag, the lease (its holder, its partitions as daemons name them in
 -- their troubles, its beat and time to live), the progress of backfills, parked
@@ -151,11 +160,12 @@ ORDER BY substring(n.nspname FROM '[0-9]+$')::numeric, n.nspname
 
 -- name: tube_desired
 -- For `replicad plan`: the tubes and their tables, named by schema and table.
-SELECT t.tube, t.partitions, t.predicate,
+SELECT t.tube, t.partitions, t.predicate, r.on_fork,
     CASE WHEN c.oid IS NOT NULL THEN format('%I.%I', n.nspname, c.relname) END AS tbl,
     t.shard, t.table_predicate, t.routing,
     CASE WHEN t.key IS DISTINCT FROM {schema}.tube_key_default(t.tbl, NULL) THEN t.key END AS key
 FROM {schema}.tube_list() AS t
+JOIN {schema}.tube_registry AS r ON r.tube = t.tube
 LEFT JOIN pg_class AS c ON c.oid = t.tbl
 LEFT JOIN pg_namespace AS n ON n.oid = c.relnamespace
 

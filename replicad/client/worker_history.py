@@ -1,0 +1,92 @@
+"""What a worker has passed on in each generation of its tube's history, and what it is told after a fork.
+
+A generation is a stretch of history that did not fork (docs/positions.md). After a fork the daemon answers which
+touches are unknown: the worker has passed them on, and the present history may not have them. The user's `on_fork` is
+called with them, until it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import trio
+
+from replicad.client.trio_client import TrioClient
+from replicad.eventlog import get_logger
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """After a fork of history, the touches with a seq in (after, upto] are unknown.
+
+    The worker has passed them on, so their changes are downstream; the database may not have them. `since`: when it was
+    certain for the last time that it had all touches. `state`: `unknown`, run `replicad tubes backfill` for all shards
+    to bring the downstream up to date; `scheduled`, these backfills are scheduled; `healed`, they are done.
+    """
+
+    tube: str
+    after: int
+    upto: int
+    since: datetime | None
+    state: str
+
+
+OnFork = Callable[[Fork], Awaitable[None]]
+
+log = get_logger(__name__)
+
+
+class WorkerHistory:
+    """The generations in which one worker has held leases, with the highest seq that it has passed on in each."""
+
+    def __init__(self, tube: str, on_fork: OnFork | None) -> None:
+        self._tube = tube
+        self._on_fork = on_fork
+        self._present: str | None = None
+        self._passed_on: dict[str, int] = {}
+        self._reported: dict[str, int] = {}  # the same, as far as the daemon was asked about it
+        self._entering = trio.Lock()
+
+    def note(self, generation: str | None, seq: int) -> None:
+        """A pod with this seq is passed on, under a lease of that generation."""
+        if generation is not None:
+            self._passed_on[generation] = max(seq, self._passed_on.get(generation, 0))
+
+    async def enter(self, client: TrioClient, generation: str | None) -> None:
+        """A lease of this generation was claimed: ask what is left of the generations before.
+
+        Raises:
+            ReplicadError: the daemon could not answer; it is asked with the next claim.
+        """
+        if generation is None or (generation == self._present and not self._unasked()):
+            return
+        async with self._entering:
+            self._present = generation
+            for earlier in self._unasked():
+                seq = self._passed_on[earlier]
+                answer = await client.seen(self._tube, earlier, seq)
+                if answer.state != "same":
+                    since = None if answer.since is None else datetime.fromtimestamp(answer.since / 1_000_000, UTC)
+                    fork = Fork(self._tube, answer.shared or 0, seq, since, answer.state or "unknown")
+                    log.warning("touches_unknown", tube=self._tube, after=fork.after, upto=seq, state=fork.state)
+                    if self._on_fork is not None and not await self._told(fork):
+                        continue
+                self._reported[earlier] = seq
+
+    def _unasked(self) -> list[str]:
+        return [
+            generation
+            for generation, seq in self._passed_on.items()
+            if generation != self._present and seq > self._reported.get(generation, 0)
+        ]
+
+    async def _told(self, fork: Fork) -> bool:
+        assert self._on_fork is not None
+        try:
+            await self._on_fork(fork)
+        except Exception as error:  # noqa: BLE001 - of the user; it is called again with the next claim
+            log.warning("on_fork_failed", tube=self._tube, error=repr(error))
+            return False
+        return True

@@ -1,0 +1,85 @@
+-- Changes that a tube may have missed: after a fork of its history, or while its triggers were off (docs/tubes.md).
+
+-- tube_seen(tube, in_generation, upto): somebody has passed on pods of the tube in that generation, the last of them with the
+-- seq upto. If history has forked since, the touches above the shared seq are unknown: their changes are downstream, and may
+-- not be in the present tables, or were not made there. It notes that for each attached table, once, and schedules backfills
+-- if the tube has on_fork = 'backfill'. Returns the present generation, the shared seq, when that was noted, and the state:
+--   same       that is the present generation, or all touches up to upto are shared
+--   unknown    the touches in (shared, upto] are unknown; a backfill of each attached table brings the downstream up to date
+--   scheduled  the same, and the backfills are scheduled or have begun
+--   healed     the tables have been backfilled since the fork
+-- Raises RT001, RT009. Writes tube_missed, and what tube_backfill_schedule writes.
+CREATE OR REPLACE FUNCTION tube_seen(
+    tube text, in_generation text, upto bigint,
+    OUT generation text, OUT shared bigint, OUT since timestamptz, OUT state text
+)
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry;
+    first_fork tube_generation;
+    name text;
+    a tube_attachment;
+    fresh boolean := false;
+BEGIN
+    generation := (tube_continue()).id;
+    t := tube_lock(tube);
+    shared := tube_shared(t.tube, in_generation);
+    state := 'same';
+    IF upto <= coalesce(shared, upto) THEN
+        RETURN;
+    END IF;
+    -- The first generation in which they are unknown. A backfill after it has mended what later restarts find unknown again.
+    SELECT * INTO first_fork FROM tube_generation g
+        WHERE g.number > coalesce((SELECT h.number FROM tube_generation h WHERE h.id = in_generation),
+                (SELECT max(h.number) FROM tube_generation h) - 1)
+            AND coalesce((g.shared ->> t.tube)::bigint, 0) < tube_seen.upto
+        ORDER BY g.number LIMIT 1;
+    name := 'fork ' || coalesce(first_fork.id, generation);
+    since := coalesce(first_fork.shared_at, first_fork.created_at);
+    FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
+        WHERE x.tube = t.tube AND x.tbl = x.root ORDER BY x.tbl::oid
+    LOOP
+        INSERT INTO tube_missed AS m (tube, cause, tbl, after, upto, since)
+            VALUES (t.tube, name, a.tbl, tube_seen.shared, tube_seen.upto, tube_seen.since)
+            ON CONFLICT ON CONSTRAINT tube_missed_pkey DO NOTHING;
+        IF FOUND AND t.on_fork = 'backfill' THEN
+            PERFORM tube_backfill_schedule(t.tube, NULL, a.shard, a.shard);
+        END IF;
+        UPDATE tube_missed m SET after = least(m.after, tube_seen.shared), upto = greatest(m.upto, tube_seen.upto)
+            WHERE m.tube = t.tube AND m.cause = name AND m.tbl = a.tbl
+                AND (m.after > tube_seen.shared OR m.upto < tube_seen.upto);
+    END LOOP;
+    state := CASE
+        WHEN NOT EXISTS (SELECT FROM tube_missed m WHERE m.tube = t.tube AND m.cause = name AND m.healed_at IS NULL) THEN 'healed'
+        WHEN t.on_fork = 'backfill' THEN 'scheduled'
+        ELSE 'unknown' END;
+END
+$$;
+
+-- tube_on_fork(tube, what): what happens when touches of the tube are unknown after a fork of history: `report`, the state of
+-- the tube says so until its tables have been backfilled, or `backfill`: these backfills are scheduled too. Raises RT001,
+-- RT008. Writes tube_registry.
+CREATE OR REPLACE FUNCTION tube_on_fork(tube text, what text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_lock(tube);
+BEGIN
+    IF (what IN ('report', 'backfill')) IS NOT TRUE THEN
+        PERFORM tube_refuse('RT008', format('%L is nothing that a tube can do after a fork of history', what),
+            'give report or backfill');
+    END IF;
+    UPDATE tube_registry r SET on_fork = what WHERE r.tube = t.tube AND r.on_fork <> what;
+END
+$$;
+COMMENT ON FUNCTION tube_on_fork(text, text) IS 'What happens when touches are unknown after a fork of history: report, or backfill';
+
+-- tube_missing(): the changes that tubes may have missed and that no backfill has brought in yet: the tube, the cause, the
+-- table, the range of unknown touches of a fork, since when, and the options of the table. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_missing() RETURNS TABLE (
+    tube text, cause text, tbl text, after bigint, upto bigint, lasts boolean, since timestamptz, shard integer, routed boolean
+)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT m.tube, m.cause, tube_qualified(m.tbl::regclass), m.after, m.upto, m.lasts, m.since, a.shard, a.routing IS NOT NULL
+    FROM tube_missed m JOIN tube_attachment a ON a.tube = m.tube AND a.tbl = m.tbl
+    WHERE m.healed_at IS NULL ORDER BY m.tube, m.cause, m.tbl
+$$;

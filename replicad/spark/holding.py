@@ -17,10 +17,18 @@ from contextlib import suppress
 from typing import Self, TypeVar
 
 from replicad.client.blocking_client import BlockingClient
-from replicad.errors import ConnectionLost, CursorAhead, DatabaseUnavailable, LeaseHeld, LeaseLost, ReplicadError
+from replicad.errors import (
+    ConnectionLost,
+    CursorAhead,
+    DatabaseUnavailable,
+    LeaseForked,
+    LeaseHeld,
+    LeaseLost,
+    ReplicadError,
+)
 from replicad.protocol.tokens import Cursor
 from replicad.spark.options import SourceOptions, endpoint_of, retries_of
-from replicad.tubes.commands import CursorAt, Part
+from replicad.tubes.commands import CursorAt, Part, Seen
 
 T = TypeVar("T")
 
@@ -64,6 +72,8 @@ class TubeHold:
         self._lock = threading.RLock()  # reentrant: SIGTERM may interrupt the main thread while it has the lock
         self._term: int | None = None
         self.made: int | None = None  # when the tube was made; known after the first request
+        self.generation: str | None = None  # of the tube's history, in which the lease was given
+        self._entered: str | None = None  # the generation of the cursors that requests name; None: they name none yet
         self._renewing = renewing
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -94,6 +104,25 @@ class TubeHold:
             self.partitions()
         if made is not None and self.made not in (None, made):
             raise CursorAhead(_ANOTHER.format(self.tube))
+
+    def enter(self, generation: str | None) -> None:
+        """From now on requests name cursors of this generation. None: of the present one.
+
+        Raises:
+            LeaseForked: it is not the present one: history has forked. The cursors are void.
+            LeaseHeld: as `term`.
+        """
+        self.term()
+        self._entered = generation or self.generation
+        self._check_generation()
+
+    def seen(self, generation: str, seq: int) -> Seen:
+        """Say that pods up to `seq` of an earlier generation were passed on; the answer says which of them are lost."""
+        return self._with_retries(lambda client: client.seen(self.tube, generation, seq))
+
+    def _check_generation(self) -> None:
+        if self._entered not in (None, self.generation):
+            raise LeaseForked(f"{LeaseForked.FORKED}: cursors of tube {self.tube} are of an earlier generation")
 
     def _look(self) -> tuple[int, int | None]:
         return self._with_retries(lambda client: client.tube_made(self.tube))
@@ -139,6 +168,7 @@ class TubeHold:
         lost_before = False
         while True:
             term = self.term()
+            self._check_generation()
             try:
                 return self._with_retries(lambda client, term=term: request(client, term))  # type: ignore[misc]
             except LeaseLost as error:
@@ -190,7 +220,7 @@ class TubeHold:
                 self._side.release(self.tube, WHOLE, term)
             raise CursorAhead(_ANOTHER.format(self.tube))
         with self._lock:
-            self._term = term
+            self._term, self.generation = term, lease.generation
         if self._renewing and self._thread is None:
             self._thread = threading.Thread(target=self._renew_forever, name="replicad-renew", daemon=True)
             self._thread.start()

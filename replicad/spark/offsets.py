@@ -4,7 +4,8 @@ Spark compares offsets as JSON text, so each position must have exactly one text
 offset is `{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{...}},"v":1}`: the number of partitions and, for each of them,
 the cursor (`r` regular, `b` backfill) and `c`, the number of pods read so far. With `c` a task can check that it
 received every planned pod. `t` is the tube's name and `m` when it was made: a checkpoint of another tube would ack pods
-that no reader has read. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
+that no reader has read. `g` is the generation of the tube's history (docs/positions.md), outside of which the cursors
+mean nothing. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ class TubeOffset:
             raise foreign(value)
         return name, made
 
+    @staticmethod
+    def generation_of(value: Mapping[str, Any]) -> str | None:
+        """The generation to which the cursors of an offset belong; None: it was made before anything was read."""
+        generation = value.get("g")
+        if not isinstance(generation, str | None):
+            raise foreign(value)
+        return generation
+
     @classmethod
     def beginning(cls, partitions: int) -> Self:
         """The offset before the first pod of a tube with that many partitions."""
@@ -78,13 +87,16 @@ class TubeOffset:
             raise foreign(value)
         return cls(found)
 
-    def to_json(self, tube: str | None = None, made: int | None = None) -> dict[str, Any]:
-        """The offset for Spark, of a tube that was made then. Equal offsets give equal text."""
+    def to_json(
+        self, tube: str | None = None, made: int | None = None, generation: str | None = None
+    ) -> dict[str, Any]:
+        """The offset for Spark, of a tube that was made then, in that generation. Equal offsets give equal text."""
         places = {
             str(number): {"b": place.cursor.backfill, "c": place.pods, "r": place.cursor.regular}
             for number, place in enumerate(self.places)
         }
-        whose = {key: value for key, value in (("m", made), ("t", tube)) if value is not None}
+        known = {"g": generation, "m": made, "t": tube}
+        whose = {key: value for key, value in known.items() if value is not None}
         return dict(sorted({"n": len(self.places), "p": dict(sorted(places.items())), "v": VERSION, **whose}.items()))
 
     @property
@@ -100,6 +112,11 @@ class TubeOffset:
     def part(self, number: int) -> Part:
         """Partition `number`."""
         return Part(number, len(self.places))
+
+    @property
+    def last_seq(self) -> int:
+        """The highest seq up to which any partition was read."""
+        return max(self.furthest.regular, self.furthest.backfill)
 
     @property
     def furthest(self) -> Cursor:

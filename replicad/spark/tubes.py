@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
+from shlex import quote
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from replicad.errors import (
     DatabaseUnavailable,
     DataLoss,
     EncodingUnavailable,
+    LeaseForked,
     PartitionsChanged,
     ReplicadError,
     UsageError,
@@ -55,6 +57,7 @@ class TubePartition(InputPartition):  # type: ignore[misc]
     options: SourceOptions
     range: Range
     term: int
+    streaming: bool = False  # its pods come again if the tube's history forks before they are acked
 
     def __repr__(self) -> str:
         return f"TubePartition({self.options.what} {self.range.part}, ({self.range.after}, {self.range.upto}])"
@@ -65,7 +68,8 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
 
     Raises:
         DataLoss: there are fewer pods than planned, and failOnDataLoss is set.
-        LeaseLost: another query has taken the tube over.
+        LeaseLost: another query has taken the tube over. If the tube's history has forked and the query is a stream,
+            the range ends instead: its pods are not acked, and those that there are come again.
         EncodingUnavailable: encoding=arrow, and the daemon can only send lines.
         ConnectionLost: after all retries.
     """
@@ -81,6 +85,11 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
                     pods += batch.num_rows
                     after = last_cursor(batch, after)
             break
+        except LeaseForked as error:
+            if not partition.streaming:
+                raise
+            log.warning("%s %s ends early: %s", options.what, wanted.part, error)
+            return
         except EncodingUnavailable:  # read the pods behind `after` as lines
             if options.encoding != AUTO:
                 raise
@@ -163,8 +172,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         begin = self._from_json(start)
         try:
             hold.expect(TubeOffset.tube_of(start)[1])
-            self._ack(begin)
-            begin, end = self._plan(hold, begin, limit)
+            begin, end, forked = self._read_on(hold, start, limit)
         except CursorAhead as error:
             if self._options.fail_on_data_loss:
                 raise CursorAhead(
@@ -174,12 +182,54 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
             log.warning("%s; reading begins with the first pod", error)
             same = TubeOffset.tube_of(start)[1] in (None, hold.made)
             self._acked = begin if same else None  # restored: it has none of these pods
+            hold.enter(None)
             begin, end = self._plan(hold, TubeOffset.beginning(begin.partitions), limit)
-        if end == begin:
+            forked = False
+        if end == begin and not forked:
             self._planned = None
             return start
         self._planned = end
         return self._to_json(end)
+
+    def _read_on(self, hold: TubeHold, start: dict[str, Any], limit: ReadLimit) -> tuple[TubeOffset, TubeOffset, bool]:
+        """Ack up to `start` and plan what follows; returns whether the tube's history has forked. If it has, nothing is
+        acked, and the plan begins with the first pod. The end is of the present generation then.
+        """
+        begin, generation = self._from_json(start), TubeOffset.generation_of(start)
+        forked = False
+        while True:
+            try:
+                hold.enter(generation)
+                if not forked:
+                    self._ack(begin)
+                return *self._plan(hold, begin, limit), forked
+            except LeaseForked as error:
+                if generation is not None:
+                    self._report_fork(hold, generation, begin, error)
+                begin, generation, forked = TubeOffset.beginning(begin.partitions), None, True
+                self._acked, self._planned, self._target, self._idle_at = begin, None, None, None
+
+    def _report_fork(self, hold: TubeHold, generation: str, begin: TubeOffset, error: LeaseForked) -> None:
+        """Ask what is left of the touches that this query has passed on, and say so."""
+        passed_on = max(begin.last_seq, 0 if self._planned is None else self._planned.last_seq)
+        found = hold.seen(generation, passed_on)
+        if found.state == "same":
+            log.warning("%s; the tube has all touches that this query has passed on", error)
+            return
+        remedy = {
+            "unknown": f"run: replicad tubes backfill {quote(hold.tube)} --shards all",
+            "scheduled": "backfills of its tables are scheduled and bring it up to date",
+            "healed": "its tables have been backfilled since",
+        }[found.state or "unknown"]
+        log.warning(
+            "%s; the touches of tube %s with a seq in (%s, %s] are unknown: their changes were written downstream, and "
+            "may not be in the database; %s",
+            error,
+            hold.tube,
+            found.shared,
+            passed_on,
+            remedy,
+        )
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         """The end of the tube, for `lastProgress`. Its `c`s minus the `c`s of endOffset are the lag in pods.
@@ -202,7 +252,8 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         """One task for every partition that has pods in the batch. After a crash Spark calls this first."""
         begin, finish = self._from_json(start), self._from_json(end)
         (_, before), (_, made) = TubeOffset.tube_of(start), TubeOffset.tube_of(end)
-        if before is not None and before != made:  # another tube, with failOnDataLoss=false
+        other_tube = before is not None and before != made  # with failOnDataLoss=false
+        if other_tube or TubeOffset.generation_of(start) not in (None, TubeOffset.generation_of(end)):
             begin = TubeOffset.beginning(finish.partitions)
         ranges = begin.ranges_to(finish)
         if not ranges:
@@ -211,8 +262,13 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         hold = self._held()
         if self._options.fail_on_data_loss:
             hold.expect(made)
+        try:
+            hold.enter(TubeOffset.generation_of(end))
+        except LeaseForked as error:  # `latestOffset` goes on with the first pod
+            log.warning("%s; a batch that was planned before comes again as far as it has pods", error)
+            return []
         term = hold.term()
-        return [TubePartition(self._options, one, term) for one in ranges]
+        return [TubePartition(self._options, one, term, streaming=True) for one in ranges]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the pods of its range."""
@@ -228,7 +284,11 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
             if self._options.fail_on_data_loss:
                 raise
             return  # the tube of that batch was removed
-        self._ack(finish)
+        try:
+            self._held().enter(TubeOffset.generation_of(end))
+            self._ack(finish)
+        except LeaseForked as error:  # `latestOffset` goes on with the first pod
+            log.warning("%s; the pods of the batch are not acked, and come again", error)
 
     def stop(self) -> None:
         """The query has ended. Release the tube, unless tasks of a running batch may still write."""
@@ -255,7 +315,9 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         return found
 
     def _to_json(self, offset: TubeOffset) -> dict[str, Any]:
-        return offset.to_json(self._options.tube, None if self._hold is None else self._hold.made)
+        hold = self._hold
+        known = (None, None) if hold is None else (hold.made, hold.generation)
+        return offset.to_json(self._options.tube, *known)
 
     def _ack(self, offset: TubeOffset) -> None:
         """Ack all pods up to an offset that this process has not acked before."""

@@ -75,7 +75,7 @@ class HistoryBook:
         return TubeGeneration(row["number"], row["id"], row["reason"], row["missed"])
 
     async def _look(self) -> Row:
-        row = await self._db.fetch_row(statement("tube_history", self._schema))
+        row = await self._db.fetch_row(statement("tube_history", self._schema), self._last is None)
         assert row is not None
         return row
 

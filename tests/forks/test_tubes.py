@@ -6,8 +6,8 @@ The worker's downstream keeps each row with the seq of the touch for which it wa
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -113,20 +113,32 @@ class World:
         return self.daemon.troubles.why("tube", "items") or "ok"
 
 
-@asynccontextmanager
-async def open_world(folder: Path, template: Path) -> AsyncIterator[World]:
+@contextmanager
+def open_cluster(folder: Path, template: Path) -> Iterator[Cluster]:
     cluster = Cluster(folder, template)
     try:
         psql(cluster.url, *SETUP)
-        settings = ServerSettings(listen=Address("127.0.0.1", 0), server_name="forks")
-        async with open_daemon(settings, cluster.url) as daemon:
-            world = World(cluster, daemon)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(world.worker.run)
-                yield world
-                nursery.cancel_scope.cancel()
+        yield cluster
     finally:
         cluster.close()
+
+
+@asynccontextmanager
+async def serving(cluster: Cluster) -> AsyncIterator[World]:
+    settings = ServerSettings(listen=Address("127.0.0.1", 0), server_name="forks")
+    async with open_daemon(settings, cluster.url) as daemon:
+        world = World(cluster, daemon)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.worker.run)
+            yield world
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_world(folder: Path, template: Path) -> AsyncIterator[World]:
+    with open_cluster(folder, template) as cluster:
+        async with serving(cluster) as world:
+            yield world
 
 
 async def insert(world: World, first: int, last: int, value: str) -> None:
@@ -262,3 +274,31 @@ async def test_after_a_restart_that_loses_nothing_no_touch_is_unknown(
             await world.sql("SELECT string_agg(reason, ' ' ORDER BY number) FROM tube.tube_generation")
             == "first restarted"
         )
+
+
+async def test_after_a_promotion_that_no_process_lived_through_all_touches_since_the_note_are_unknown(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    with open_cluster(postgres_folder, fork_template) as cluster:
+        async with serving(cluster) as world:
+            await insert(world, 1, 5, "shared")
+            await world.until_empty()
+            go_back = await prepare(world, "promotion")
+            await insert(world, 6, 10, "lost")
+            await world.until_empty()
+            downstream = world.downstream
+        await go_back()
+        async with serving(cluster) as world:
+            world.downstream = downstream
+
+            async def reported() -> bool:
+                return "replicad tubes backfill items --shards 0" in world.state()
+
+            await world.until(reported, "the state names the remedy")
+            await world.sql("SELECT tube.tube_backfill_schedule('items', NULL, 0, 0)")
+            await world.until_equal()
+
+            async def ended() -> bool:
+                return world.state() == "ok"
+
+            await world.until(ended, "the trouble is over")

@@ -24,6 +24,7 @@ from replicad.errors import (
     BadToken,
     CursorAhead,
     EncodingUnavailable,
+    LeaseForked,
     LeaseHeld,
     LeaseLost,
     PartitionsChanged,
@@ -59,6 +60,7 @@ from replicad.tubes.commands import (
     Release,
     Renew,
     Report,
+    Seen,
     Tube,
 )
 
@@ -93,6 +95,7 @@ class Held:
     term: int
     ttl: float
     seen: float
+    generation: str
 
     @property
     def expired(self) -> bool:
@@ -110,6 +113,16 @@ class TubeState:
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)  # by reporter
     top: int = 0  # the position: the highest seq ever given out
     made: int = field(default_factory=itertools.count(1_700_000_000_000_000).__next__)
+
+    generation: str = "g1"
+    shared: int | None = None  # the position up to which this generation has the touches of those before; None: of all
+    unknown: list[tuple[str, int]] = field(default_factory=list)  # generation and seq of each SEEN
+
+    def fork(self, *pods: Pod, shared: int | None) -> None:
+        """The database was restored: it has these pods, and begins a generation."""
+        self.pods = {pod.seq: pod for pod in pods}
+        self.generation, self.shared = f"g{int(self.generation[1:]) + 1}", shared
+        self.top = 1_000_000
 
     def park(self, seq: int, ids: tuple[int, ...], error: str) -> int:
         """Take ids out of a pod; a pod without any goes."""
@@ -274,6 +287,11 @@ class FakeDaemon:
                         state.leases = [x for x in state.leases if x.term != term]
                         self.moved.notify_all()
                     send(Release(tube, part, term))
+                case Seen(tube=tube, generation=generation, seq=seq):
+                    state = self._state(tube)
+                    state.unknown.append((generation, seq))
+                    lost = generation != state.generation and state.shared is not None and seq > state.shared
+                    send(replace(command, state="unknown" if lost else "same", shared=state.shared))
                 case Pods():
                     self._pods(command, send, raw)
                 case Ack():
@@ -314,19 +332,28 @@ class FakeDaemon:
                 for lease in state.leases:
                     if lease.holder == holder and lease.part == command.part:
                         lease.seen = time.monotonic()
-                        return Lease(command.tube, lease.part, lease.term, lease.ttl)
+                        if lease.generation != state.generation:
+                            lease.generation, lease.term = state.generation, next(self._term)
+                        return self._given(command, lease)
                 others = [x for x in state.leases if x.part.covers(command.part) or command.part.covers(x.part)]
                 if not others:
-                    made = Held(command.part, holder, next(self._term), command.ttl or 30, time.monotonic())
+                    ttl, now = command.ttl or 30, time.monotonic()
+                    made = Held(command.part, holder, next(self._term), ttl, now, state.generation)
                     state.leases.append(made)
-                    return Lease(command.tube, made.part, made.term, made.ttl)
+                    return self._given(command, made)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise LeaseHeld(f"tube {command.tube} is held by {others[0].holder}")
                 self.moved.wait(min(left, 0.02))
 
+    @staticmethod
+    def _given(command: Claim, held: Held) -> Lease:
+        return Lease(command.tube, held.part, held.term, held.ttl, held.generation if command.generation else None)
+
     def _lease(self, tube: str, part: Part, term: int) -> Held:
         for lease in self._state(tube).leases:
+            if lease.term == term and lease.generation != self._state(tube).generation:
+                raise LeaseForked(f"{LeaseForked.FORKED}: term {term} was given before that")
             if lease.term == term and lease.part.covers(part):
                 lease.seen = time.monotonic()
                 return lease

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from fake_daemon import FakeDaemon
+from fake_daemon import FakeDaemon, Pod
 from harness import QUERIES, Query, make_source, struct
 from helpers import options
 
@@ -17,6 +18,7 @@ from replicad.errors import (
     CursorAhead,
     DataLoss,
     EncodingUnavailable,
+    LeaseForked,
     LeaseHeld,
     LeaseLost,
     NotAuthorised,
@@ -421,6 +423,107 @@ def test_a_checkpoint_ahead_of_a_restored_tube_is_refused_or_begun_anew(
     assert lenient.ids == [0, 1]
     lenient.drain()
     assert tube.pods == {}
+
+
+def restored(*seqs: int) -> list[Pod]:
+    """Pods of the present history, with ids that the lost one did not have."""
+    return [Pod(seq, "U", 1, (seq + 100,)) for seq in seqs]
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["while the query runs", "while it does not"])
+def test_after_a_fork_of_history_no_pod_is_acked_unread_and_the_query_says_what_is_unknown(
+    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, running: bool
+) -> None:
+    tube = daemon.make_tube("t")
+    for number in range(5):
+        daemon.touch("t", 1, [number])
+    query = Query(options(daemon, **QUICK, leaseWait="5s"))
+    query.drain()
+    if not running:
+        query.die()
+    tube.fork(*restored(2, 3, 4, 5), shared=2)  # the checkpoint is at 5, and its last batch is not acked yet
+    if not running:
+        query = Query(query.options, query.offsets, query.commits)
+    query.drain()
+    assert query.ids[-4:] == [102, 103, 104, 105]
+    assert tube.pods == {}
+    assert tube.unknown == [("g1", 5)]
+    assert "the touches of tube t with a seq in (2, 5] are unknown" in caplog.text
+    assert "run: replicad tubes backfill t --shards all" in caplog.text
+    assert query.offsets[-1]["g"] == "g2"
+
+
+def test_a_fork_without_pods_is_asked_about_once(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    query = Query(options(daemon, **QUICK))
+    query.drain()
+    tube.fork(shared=None)
+    query.drain()
+    query.drain()
+    assert (tube.unknown, query.ids) == ([("g1", 1)], [1])
+
+
+def test_a_batch_in_which_history_forks_is_not_acked_and_its_pods_come_again(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    for number in range(5):
+        daemon.touch("t", 1, [number])
+    query = Query(options(daemon, **QUICK))
+
+    def fork() -> None:
+        if tube.generation == "g1":
+            tube.fork(*restored(1, 2, 3, 4, 5), shared=0)
+
+    query.before_commit = fork
+    query.drain()
+    assert query.ids == [0, 1, 2, 3, 4, 101, 102, 103, 104, 105]
+    assert tube.pods == {}
+
+
+def test_tasks_end_early_when_history_forks_and_the_next_batch_has_all_pods(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    for number in range(5):
+        daemon.touch("t", 1, [number])
+    query = Query(options(daemon, **QUICK))
+    planned = query.reader.partitions
+
+    def fork_after_planning(start: dict[str, Any], end: dict[str, Any]) -> list[Any]:
+        found: list[Any] = planned(start, end)
+        if tube.generation == "g1":
+            tube.fork(*restored(1, 2, 3, 4, 5), shared=0)
+        return found
+
+    query.reader.partitions = fork_after_planning
+    query.drain()
+    assert query.ids == [101, 102, 103, 104, 105]
+    assert tube.pods == {}
+
+
+def test_a_batch_that_was_planned_before_a_fork_is_not_repeated_with_other_pods(daemon: FakeDaemon) -> None:
+    """The driver was killed within it: Spark repeats the batch from its log."""
+    tube = daemon.make_tube("t")
+    for number in range(5):
+        daemon.touch("t", 1, [number])
+    query = Query(options(daemon, **QUICK, leaseWait="5s"))
+    query.drain()
+    query.die()
+    tube.fork(*restored(1, 2, 3, 4, 5, 6), shared=0)
+    again = Query(query.options, query.offsets, query.commits - 1)
+    assert again.ids == []
+    again.drain()
+    assert again.ids == [101, 102, 103, 104, 105, 106]
+    assert tube.pods == {}
+
+
+def test_a_batch_read_fails_when_history_forks_within_it(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    source = make_source(options(daemon))
+    reader = source.reader(struct(source))
+    [partition] = reader.partitions()
+    tube.fork(shared=0)
+    with pytest.raises(LeaseForked):
+        list(reader.read(partition))
 
 
 def test_a_checkpoint_of_another_tube_is_refused_and_acks_nothing(daemon: FakeDaemon) -> None:

@@ -105,14 +105,17 @@ BEGIN
 END
 $$;
 
--- tube_continue(): the present generation; begins one if there is none, or if it is not valid any more. To be
--- called before anything is read for workers. Raises and writes as tube_fork.
-CREATE OR REPLACE FUNCTION tube_continue() RETURNS tube_generation
+-- tube_continue(unattended): the present generation; begins one if there is none, or if it is not valid any more. To be
+-- called before anything is read for workers. unattended: the caller remembers nothing of the generation before, so that
+-- after a promotion, a restore, or on another server, all touches since the last note count as unknown (missed.sql). Raises
+-- as tube_fork. Writes what tube_fork and tube_miss write.
+CREATE OR REPLACE FUNCTION tube_continue(unattended boolean = false) RETURNS tube_generation
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     g tube_generation := tube_generation_now();
     old text[];
     present text[];
+    present_id text;
 BEGIN
     IF g.id = tube_generation_valid() THEN
         RETURN g;
@@ -122,14 +125,19 @@ BEGIN
     IF cardinality(present) = 1 THEN
         PERFORM tube_refuse('RT009', 'this server is a standby', 'connect to its primary');
     END IF;
-    PERFORM tube_fork(g.id, CASE
+    present_id := tube_fork(g.id, CASE
         WHEN g.id IS NULL THEN 'first'
         WHEN old[1] <> present[1] THEN 'other_server'
         WHEN old[2] <> present[2] THEN 'promoted'
         WHEN old[3] <> present[3] OR g.sequence <> 'tube_seq'::regclass::oid THEN 'restored'
         WHEN (old[4], old[5]) IS DISTINCT FROM (present[4], present[5]) THEN 'restarted'
         ELSE 'sequence_changed' END);
-    RETURN tube_generation_now();
+    g := tube_generation_now();
+    IF unattended AND g.id = present_id AND g.reason IN ('other_server', 'promoted', 'restored') THEN
+        PERFORM tube_miss(r, 'fork ' || g.id, coalesce((g.shared ->> r.tube)::bigint, 0), NULL, coalesce(g.shared_at, g.created_at))
+        FROM tube_registry r ORDER BY r.tube;
+    END IF;
+    RETURN g;
 END
 $$;
 

@@ -1,14 +1,36 @@
 -- Changes that a tube may have missed: after a fork of its history, or while its triggers were off (docs/tubes.md).
 
+-- tube_miss(t, name, first, last, at): touches of the tube above the seq first, and (NULL: or any above it) up to last, are
+-- unknown because of a fork; since is when first was noted. Notes it for each attached table, once, and schedules backfills if
+-- the tube has on_fork = 'backfill'. Writes tube_missed, and what tube_backfill_schedule writes.
+CREATE OR REPLACE FUNCTION tube_miss(t tube_registry, name text, first bigint, last bigint, at timestamptz) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    a tube_attachment;
+BEGIN
+    FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
+        WHERE x.tube = t.tube AND x.tbl = x.root ORDER BY x.tbl::oid
+    LOOP
+        INSERT INTO tube_missed AS m (tube, cause, tbl, after, upto, since) VALUES (t.tube, name, a.tbl, first, last, at)
+            ON CONFLICT ON CONSTRAINT tube_missed_pkey DO NOTHING;
+        IF FOUND AND t.on_fork = 'backfill' THEN
+            PERFORM tube_backfill_schedule(t.tube, NULL, a.shard, a.shard);
+        END IF;
+        UPDATE tube_missed m SET after = least(m.after, first), upto = greatest(m.upto, last)
+            WHERE m.tube = t.tube AND m.cause = name AND m.tbl = a.tbl AND (m.after > first OR m.upto < last);
+    END LOOP;
+    DELETE FROM tube_missed m WHERE m.tube = t.tube AND m.healed_at < clock_timestamp() - interval '30 days';
+END
+$$;
+
 -- tube_seen(tube, in_generation, upto): somebody has passed on pods of the tube in that generation, the last of them with the
 -- seq upto. If history has forked since, the touches above the shared seq are unknown: their changes are downstream, and may
--- not be in the present tables, or were not made there. It notes that for each attached table, once, and schedules backfills
--- if the tube has on_fork = 'backfill'. Returns the present generation, the shared seq, when that was noted, and the state:
+-- not be in the present tables, or were not made there: tube_miss notes it. Returns the present generation, the shared seq, when that was noted, and the state:
 --   same       that is the present generation, or all touches up to upto are shared
 --   unknown    the touches in (shared, upto] are unknown; a backfill of each attached table brings the downstream up to date
 --   scheduled  the same, and the backfills are scheduled or have begun
 --   healed     the tables have been backfilled since the fork
--- Raises RT001, RT009. Writes tube_missed, and what tube_backfill_schedule writes.
+-- Raises RT001, RT009. Writes what tube_miss writes.
 CREATE OR REPLACE FUNCTION tube_seen(
     tube text, in_generation text, upto bigint,
     OUT generation text, OUT shared bigint, OUT since timestamptz, OUT state text
@@ -18,8 +40,6 @@ DECLARE
     t tube_registry;
     first_fork tube_generation;
     name text;
-    a tube_attachment;
-    fresh boolean := false;
 BEGIN
     generation := (tube_continue()).id;
     t := tube_lock(tube);
@@ -36,19 +56,7 @@ BEGIN
         ORDER BY g.number LIMIT 1;
     name := 'fork ' || coalesce(first_fork.id, generation);
     since := coalesce(first_fork.shared_at, first_fork.created_at);
-    FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
-        WHERE x.tube = t.tube AND x.tbl = x.root ORDER BY x.tbl::oid
-    LOOP
-        INSERT INTO tube_missed AS m (tube, cause, tbl, after, upto, since)
-            VALUES (t.tube, name, a.tbl, tube_seen.shared, tube_seen.upto, tube_seen.since)
-            ON CONFLICT ON CONSTRAINT tube_missed_pkey DO NOTHING;
-        IF FOUND AND t.on_fork = 'backfill' THEN
-            PERFORM tube_backfill_schedule(t.tube, NULL, a.shard, a.shard);
-        END IF;
-        UPDATE tube_missed m SET after = least(m.after, tube_seen.shared), upto = greatest(m.upto, tube_seen.upto)
-            WHERE m.tube = t.tube AND m.cause = name AND m.tbl = a.tbl
-                AND (m.after > tube_seen.shared OR m.upto < tube_seen.upto);
-    END LOOP;
+    PERFORM tube_miss(t, name, shared, upto, since);
     state := CASE
         WHEN NOT EXISTS (SELECT FROM tube_missed m WHERE m.tube = t.tube AND m.cause = name AND m.healed_at IS NULL) THEN 'healed'
         WHEN t.on_fork = 'backfill' THEN 'scheduled'

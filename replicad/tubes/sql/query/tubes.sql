@@ -33,12 +33,12 @@ ORDER BY r.tube
 
 -- name: tube_history
 -- The present generation, which begins here if history has forked; the number of the last note; and the last numbers of the
--- sequences, to notice that the database was set back. missed: tubes may have missed changes.
+-- sequences, to notice that the database was set back. $1 boolean: this is the first look of the daemon. missed: tubes may have missed changes.
 SELECT g.number, g.id, g.reason, EXISTS (SELECT FROM {schema}.tube_missed AS m WHERE m.healed_at IS NULL) AS missed,
     coalesce((SELECT n.number FROM {schema}.tube_noted AS n), 0) AS note,
     coalesce(pg_sequence_last_value('{schema}.tube_seq'), 0) AS last_seq,
     coalesce(pg_sequence_last_value('{schema}.tube_term_seq'), 0) AS last_term
-FROM {schema}.tube_continue() AS g
+FROM {schema}.tube_continue($1) AS g
 
 -- name: tube_top
 -- One row per tube and partition: waiting pods, their lag, the lease (its holder, its partitions as daemons name them in

@@ -51,7 +51,7 @@ class Unknown:
 
 
 class HistoryBook:
-    """The history of the tubes of one schema. `db`: a pool for short statements."""
+    """The history of the tubes of one schema. `db`: a pool whose statements wait for no standby."""
 
     def __init__(self, db: Database, schema: str) -> None:
         self._db = db
@@ -65,8 +65,9 @@ class HistoryBook:
         Raises:
             DatabaseError: it cannot begin: a dump is being restored, or a right is missing.
         """
+        noted = self._note  # before the look: a note that is written meanwhile may be missing in it
         row = await self._look()
-        if (why := fork or self._set_back(row)) is not None:
+        if (why := fork or self._set_back(row, noted)) is not None:
             await call_value(self._db, self._schema, "tube_fork", row["id"], why)
             row = await self._look()
         if self._last is None or row["id"] != self._last["id"]:
@@ -79,12 +80,12 @@ class HistoryBook:
         assert row is not None
         return row
 
-    def _set_back(self, row: Row) -> str | None:
+    def _set_back(self, row: Row, noted: int) -> str | None:
         """Why the database is not the one of the last look, although its generation is valid; None if it is."""
         last = self._last
         if last is None or row["number"] > last["number"]:
             return None
-        if row["id"] != last["id"] or row["note"] < max(last["note"], self._note):
+        if row["id"] != last["id"] or row["note"] < max(last["note"], noted):
             return "restored"
         if row["last_seq"] < last["last_seq"] or row["last_term"] < last["last_term"]:
             return "ids_went_back"

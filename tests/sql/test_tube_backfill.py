@@ -254,6 +254,39 @@ async def test_step_2_waits_for_prepared_transactions_too(filled: Database) -> N
         assert not early
 
 
+CHANGES = {
+    "predicate": "SELECT tube.tube_ensure_exists('a', 1, 'v <> 8')",
+    "all rows": "SELECT tube.tube_ensure_exists('a', 1)",
+}
+
+
+@pytest.mark.parametrize("written_to", ["sh1.t", "sh1.heir"])
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_row_of_a_statement_that_began_under_an_earlier_predicate_is_in_the_backfill_after_it(
+    filled: Database, written_to: str, change: str
+) -> None:
+    """Its session runs the trigger function that it has loaded before, and it has no lock on the tube until then."""
+    await filled.execute("CREATE TABLE sh1.heir () INHERITS (sh1.t)")
+    await filled.execute("SELECT tube.tube_table_ensure_attached('a', 'sh1.t')")
+    insert = f"INSERT INTO {written_to} SELECT 5007, now(), 7 WHERE pg_advisory_xact_lock(4711) IS NOT NULL"
+    async with filled.connection() as holder, filled.connection() as writer, trio.open_nursery() as nursery:
+        await writer.execute(f"INSERT INTO {written_to} VALUES (5001, now(), 7)")
+        async with holder.transaction():
+            await holder.execute("SELECT pg_advisory_xact_lock(4711)")
+            nursery.start_soon(writer.execute, insert)
+            waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            with trio.fail_after(PATIENCE):
+                while not await filled.fetch_value(waits):
+                    await trio.sleep(0.01)
+            await filled.execute(CHANGES[change])
+            begun = await filled.fetch_value("SELECT tube.tube_backfill_step1()")
+            with pytest.raises(DatabaseError, match=r"pid \d+ \(replicad test, INSERT INTO sh1"):
+                await filled.execute("SELECT tube.tube_backfill_step2('0.2 s')")
+        await filled.execute("SELECT tube.tube_backfill_step2()")
+        await filled.fetch_value(STEP3, begun, "sh1.t", "id")
+    assert 5007 in [one for _, _, ids, _ in await pods(filled) for one in ids]
+
+
 async def test_steps_out_of_order_or_on_the_wrong_table_are_refused(filled: Database) -> None:
     await filled.execute("CREATE TABLE sh1.u (id bigint)")
     for begun, table, order, reason in [

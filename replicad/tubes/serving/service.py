@@ -335,7 +335,7 @@ def feature(pace: TubeIntervals = TubeIntervals()) -> Feature:
             BulkBook(pools.tubes, schema, pace.blocks),
             Backfiller(pools.housekeeping, schema, host.troubles, pace.backfills),
             partial(load_untouched, pools.housekeeping, schema),
-            HistoryBook(pools.short, schema),
+            HistoryBook(pools.own, schema),
         )
         service = TubeService(books, host.settings.limits, host.poller, troubles=host.troubles, pace=pace)
         host.figures.add(TubeFigures(service, pools.housekeeping, schema))

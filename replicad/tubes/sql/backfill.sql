@@ -9,24 +9,27 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_backfill_step1() IS 'First step of a backfill: note the sequence';
 
--- tube_writers(): the transactions that hold a lock for writing pods of a tube: virtualtransaction, pid (NULL for a
--- prepared transaction). Writes nothing.
+-- tube_writers(): the transactions that hold a lock for writing pods of a tube, or rows of an attached table:
+-- virtualtransaction, pid (NULL for a prepared transaction). Writes nothing.
 CREATE OR REPLACE FUNCTION tube_writers() RETURNS TABLE (virtualtransaction text, pid integer)
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT DISTINCT l.virtualtransaction, l.pid
     FROM pg_locks l
     WHERE l.locktype = 'relation' AND l.granted AND l.mode = 'RowExclusiveLock'
         AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
-        AND l.relation IN (SELECT to_regclass(format('%I.%I', current_schema(), r.tube)) FROM tube_registry r)
+        AND l.relation IN (
+            SELECT to_regclass(format('%I.%I', current_schema(), r.tube)) FROM tube_registry r
+            UNION ALL SELECT a.tbl FROM tube_attachment a)
         AND l.pid IS DISTINCT FROM pg_backend_pid()
 $$;
 
--- tube_backfill_step2(timeout): waits until every transaction that was writing pods when it was called has ended, so
--- that no pod with a seq below the number of step 1 can appear after the backfill. Raises 55P03, with the transaction,
+-- tube_backfill_step2(timeout): waits until every transaction that was writing pods, or rows of an attached table, when it was
+-- called has ended. So no pod with a seq below the number of step 1 can appear after the backfill, and the backfill reads
+-- every row that was written under an earlier predicate or routing, which may have left it out. Raises 55P03, with the transaction,
 -- if one lasts longer than timeout; then call it again. It needs READ COMMITTED. Writes nothing.
 --
--- A writer locks the tube before it gets a seq and keeps the lock until it ends, so only holders of that lock must be
--- waited for. A prepared transaction may change its virtualtransaction (after a restart), so there is a second round.
+-- A writer locks the table, and the tube before it gets a seq, and keeps the locks until it ends, so only their holders must
+-- be waited for. A prepared transaction may change its virtualtransaction (after a restart), so there is a second round.
 CREATE OR REPLACE FUNCTION tube_backfill_step2(timeout interval = '60 seconds') RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE

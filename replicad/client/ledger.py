@@ -3,12 +3,17 @@
 An id (of a shard: the same id in another shard is another row) is returned by `take` once at a time, however many pods
 have touched it. If it is touched while it is processed, it is returned again afterwards, since the change may be later
 than the read of its row. A pod is done when all its ids are done and it is not held.
+
+Ids wait in two queues: live ids and ids of backfills. The ledger also keeps how much memory it takes, by an estimate.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import IntEnum
 
 import trio
 
@@ -18,6 +23,13 @@ from replicad.eventlog import get_logger
 from replicad.retry import Backoff
 
 Row = tuple[int, int]  # shard, id
+
+
+class Lane(IntEnum):
+    """The two queues of ids that wait."""
+
+    LIVE = 0
+    BACKFILL = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +48,38 @@ class Touch:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _OpenPod:
+    """A pod that is not done. `left`: the number of its ids that are not done, plus 1 if it is held."""
+
     op: str
-    seqs: list[int] = field(default_factory=list)
+    left: int
+
+
+ROW_BYTES = 130  # of a row that waits, without its id
+POD_BYTES = 200  # of a pod that is not done
+
+_Seqs = int | tuple[int, ...]  # one number for nearly all rows, which takes no memory of its own
 
 
 class Ledger:
     """The pods that were read and not acked yet."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Row, _Waiting] = {}  # oldest first
+        self._lanes: tuple[dict[Row, _Seqs], dict[Row, _Seqs]] = {}, {}  # by Lane
+        # The rows of each queue, the oldest first; a row that has left its queue is skipped. The first key of a dict
+        # from which many were removed is slow to find.
+        self._order: tuple[deque[Row], deque[Row]] = deque(), deque()
         self._busy: dict[Row, Touch] = {}
-        self._open: dict[int, int] = {}  # seq: number of ids not done, plus 1 if held; in the order of `add`
+        self._later: dict[Row, tuple[Lane, _Seqs]] = {}  # touched again while they are busy
+        self._borrowed: set[Row] = set()
+        self._open: dict[int, _OpenPod] = {}  # by seq, in the order of `add`
+        self._finished: list[int] = []
+        self._sizes = 0  # bytes of the ids that wait or are busy
 
     @property
     def pods(self) -> int:
-        """Pods that are not done."""
-        return len(self._open)
+        """Pods that are not done, or whose seqs were not taken yet."""
+        return len(self._open) + len(self._finished)
 
     @property
     def busy(self) -> int:
@@ -62,65 +89,141 @@ class Ledger:
     @property
     def rows(self) -> int:
         """Rows that wait or are being processed."""
-        return len(self._waiting.keys() | self._busy.keys())
+        return sum(map(len, self._lanes)) + len(self._busy)
 
     @property
     def oldest(self) -> int | None:
         """The seq of the first pod that is not done."""
         return next(iter(self._open), None)
 
+    @property
+    def memory(self) -> int:
+        """The bytes that the pods and their ids take, about."""
+        rows = self.rows + len(self._busy) + len(self._later)  # a busy row has a Touch besides
+        return rows * ROW_BYTES + len(self._open) * POD_BYTES + self._sizes
+
+    def waiting(self, lane: Lane) -> int:
+        """How many ids wait in a queue."""
+        return len(self._lanes[lane])
+
     def left(self, seq: int) -> int:
-        """How many ids of a pod that is not done are still to be processed, plus 1 if it is held."""
-        return self._open[seq]
+        """How many ids of a pod are still to be processed, plus 1 if it is held."""
+        pod = self._open.get(seq)
+        return 0 if pod is None else pod.left
+
+    def has(self, seq: int) -> bool:
+        """Whether a pod was added and its seq was not taken as finished yet."""
+        return seq in self._open or seq in self._finished
 
     def add(self, seq: int, shard: int, op: str, ids: Iterable[int], *, held: bool = False) -> None:
         """Add a pod, in the order of processing. `held`: it is not done before `let_go`."""
-        self._open[seq] = int(held)
+        self._open[seq] = _OpenPod(op, int(held))
         self.add_to(seq, shard, op, ids)
+        if not self._open[seq].left:
+            self._close(seq)
 
     def add_to(self, seq: int, shard: int, op: str, ids: Iterable[int]) -> None:
         """Add more ids to a pod."""
+        pod = self._open[seq]
+        pod.op = op
+        lane = Lane.BACKFILL if op == "B" else Lane.LIVE
         distinct = dict.fromkeys(ids)
-        self._open[seq] += len(distinct)
+        pod.left += len(distinct)
         for id in distinct:
-            waiting = self._waiting.setdefault((shard, id), _Waiting(op))
-            waiting.op = op
-            waiting.seqs.append(seq)
+            self._put((shard, id), lane, seq)
+
+    def _put(self, row: Row, lane: Lane, seqs: _Seqs) -> None:
+        if row in self._busy or row in self._borrowed:
+            before = self._later.get(row)
+            self._later[row] = (lane, seqs) if before is None else (min(lane, before[0]), _joined(before[1], seqs))
+            return
+        live, backfill = self._lanes
+        if row in live:
+            live[row] = _joined(live[row], seqs)
+        elif row in backfill and lane is Lane.BACKFILL:
+            backfill[row] = _joined(backfill[row], seqs)
+        elif row in backfill:  # a live touch does not wait for the backfill
+            live[row] = _joined(backfill.pop(row), seqs)
+            self._order[Lane.LIVE].append(row)
+        else:
+            self._lanes[lane][row] = seqs
+            self._order[lane].append(row)
+            self._sizes += sys.getsizeof(row[1])
 
     def let_go(self, seq: int) -> None:
         """End `held` of a pod."""
-        self._open[seq] -= 1
+        self._lower(seq)
 
     def forget(self, seq: int) -> None:
         """Remove a pod without ids left to process, which was parked."""
         del self._open[seq]
 
-    def take(self, most: int) -> list[Touch]:
-        """Up to `most` ids to process now, the oldest first."""
+    def take(self, most: int, *lanes: Lane, newest: bool = False) -> list[Touch]:
+        """Up to `most` ids to process now, the oldest (or newest) of these queues (all) first."""
         taken: list[Touch] = []
-        for (shard, id), waiting in self._waiting.items():
-            if len(taken) >= most:
-                break
-            if (shard, id) not in self._busy:
-                taken.append(Touch(id, shard, waiting.op, tuple(waiting.seqs)))
-        for touch in taken:
-            row = (touch.shard, touch.id)
-            del self._waiting[row]
-            self._busy[row] = touch
+        for lane in lanes or Lane:
+            queue, order = self._lanes[lane], self._order[lane]
+            while queue and len(taken) < most:
+                row = order.pop() if newest else order.popleft()
+                seqs = queue.pop(row, None)
+                if seqs is None:
+                    continue
+                touched = (seqs,) if isinstance(seqs, int) else seqs
+                touch = Touch(row[1], row[0], self._open[touched[-1]].op, touched)
+                self._busy[row] = touch
+                taken.append(touch)
         return taken
 
     def done(self, touches: Iterable[Touch]) -> None:
         """Mark ids that `take` returned as processed."""
         for touch in touches:
-            for seq in self._busy.pop((touch.shard, touch.id)).seqs:
-                self._open[seq] -= 1
+            row = (touch.shard, touch.id)
+            del self._busy[row]
+            self._sizes -= sys.getsizeof(touch.id)
+            for seq in touch.seqs:
+                self._lower(seq)
+            self._put_later(row)
+
+    def borrow(self, touch: Touch) -> bool:
+        """Keep a row from being taken that was processed before, to process it once more; False if it waits or is busy.
+
+        End it with `give_back`.
+        """
+        row = (touch.shard, touch.id)
+        if row in self._busy or row in self._borrowed or any(row in lane for lane in self._lanes):
+            return False
+        self._borrowed.add(row)
+        return True
+
+    def give_back(self, touch: Touch) -> None:
+        """End `borrow`."""
+        row = (touch.shard, touch.id)
+        self._borrowed.discard(row)
+        self._put_later(row)
+
+    def _put_later(self, row: Row) -> None:
+        later = self._later.pop(row, None)
+        if later is not None:
+            self._put(row, *later)
+
+    def _lower(self, seq: int) -> None:
+        pod = self._open[seq]
+        pod.left -= 1
+        if not pod.left:
+            self._close(seq)
+
+    def _close(self, seq: int) -> None:
+        del self._open[seq]
+        self._finished.append(seq)
 
     def take_finished(self) -> list[int]:
-        """Remove the pods that are done and return their seqs."""
-        finished = [seq for seq, left in self._open.items() if left == 0]
-        for seq in finished:
-            del self._open[seq]
+        """The seqs of the pods that are done since the last call."""
+        finished, self._finished = self._finished, []
         return finished
+
+
+def _joined(first: _Seqs, second: _Seqs) -> tuple[int, ...]:
+    return (*((first,) if isinstance(first, int) else first), *((second,) if isinstance(second, int) else second))
 
 
 StaleIds = Callable[[int, int, int], Awaitable[Sequence[int]]]

@@ -20,9 +20,10 @@ from typing import TypeVar
 import trio
 
 from replicad.client.leases import ClaimConnection, Holding, LeaseKeeper, OpenClient, Past, new_key, word_of
-from replicad.client.ledger import FRUITLESS_STEPS, Ledger, StaleIds, Touch, collect
+from replicad.client.ledger import FRUITLESS_STEPS, ROW_BYTES, Ledger, StaleIds, Touch, collect
 from replicad.client.refusals import may_pass
 from replicad.client.requests import Pod, garbage_before
+from replicad.client.triage import Triage, Trial
 from replicad.client.trio_client import TrioClient, when_ready
 from replicad.client.worker_history import OnFork, WorkerHistory
 from replicad.errors import (
@@ -65,18 +66,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """The bounds of a worker, for each of its partitions. Times in seconds."""
+    """The bounds of a worker; `batch_ids` and `parallelism` are for each of its partitions. Times in seconds."""
 
     batch_ids: int = 500  # ids in one call of the function
-    parallelism: int = 4  # calls at the same time
-    max_pods: int = 1000  # pods read and not acked
+    parallelism: int = 4  # calls at the same time; one of them is kept for live ids during a backfill
+    memory: int = 64 << 20  # bytes of pods that were read and not acked, of all partitions together
     exclude_backfill: bool = False  # leave backfill pods where they are, for a downstream under pressure
     lease_ttl: float = 30.0
     poll: float = 20.0  # after so long a partition without pods, or without its lease, asks again, though no READY came
     tries: int = 5  # of a single id, or of a pod that cannot be read, before it is parked; 0: without limit
-    call_timeout: float = (
-        600.0  # a call that takes longer is cancelled and has failed: a hanging one would keep its lease
-    )
+    call_timeout: float = 60.0  # a call that takes longer is cancelled and has failed: a hanging call keeps its lease
     backoff_first: float = 0.5
     backoff_cap: float = 60.0
     garbage_ids: int = 1000  # stale ids in one call of `stale_ids`
@@ -114,6 +113,7 @@ class Work:
     key: str = field(default_factory=new_key)
     past: dict[Part, Past] = field(default_factory=dict)
     unproven: set[int] = field(default_factory=set)
+    ledgers: list[Ledger] = field(default_factory=list)  # of the partitions under a lease, which share the memory
 
 
 ERROR_LENGTH = 2000  # characters of an error that is kept with what it parked
@@ -123,11 +123,18 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 
+READ_PODS = 1000  # in one answer
+READ_IDS = 10_000  # in one answer, about: adding them to the ledger takes 10 ms, in which nothing else runs
+LOG_INTERVAL = 1.0  # seconds between two entries of the log about failed calls: a burst of poison fails thousands
+PARKED_AT_ONCE = 100  # ids, after which their pods are acked
+BACKFILL_SHARE = 0.5  # of the memory: the rest is for live pods
+
+
 class Partition:
     """One partition under one lease: reads pods ahead, processes their ids, acks, and parks what always fails.
 
     Whatever can fail with one id or pod is handled in one way: it is tried again after growing pauses, then parked, and
-    the others go on. It is parked after `tries` only while others succeed, because when everything fails the
+    the others go on (`triage`). It is parked after `tries` only while others succeed, because when everything fails the
     downstream is probably unavailable. An id that fails alone proves nothing, so just one id is parked without proof,
     until a call succeeds.
     """
@@ -137,22 +144,33 @@ class Partition:
     ) -> None:
         """`client` is for pods; other partitions may use it too. `claims` claims the lease, `keeper` renews it."""
         self._work_for = work
-        self._settings = work.settings
+        self._settings = settings = work.settings
         self._counts = work.statistics
         self._client = client
         self.part = part
         self._tube = work.tube
         self._log = log.bind(tube=work.tube, part=str(part))
         self._ledger = Ledger()
+        self._triage = Triage(
+            self._ledger,
+            places=settings.parallelism,
+            batch_ids=settings.batch_ids,
+            tries=settings.tries,
+            backoff=Backoff(settings.backoff_first, settings.backoff_cap),
+            without_proof=self._unproven_once,
+        )
         self._cursor = START
         self._one_by_one = 0  # pods to read alone, because a read of several has failed
         self._failed_reads = 0  # of the next pod
         self._stirred = trio.Event()  # set when a batch has ended, or pods have come; then replaced
         self._read_at = 0.0  # when to read again, if nothing stirs before
         self._ready = False  # READY came since the last read began
+        self._left_backfill = False  # the last read left out backfill pods, for which there was no memory
         self._processed = trio.Event()  # set when ids were processed; then replaced
         self._ends: dict[int, tuple[Pod, int]] = {}  # seq: held control pod of a backfill, and its start_seq
-        self._successes = 0
+        self._controls, self._next_controls = trio.open_memory_channel[tuple[Pod, int | None]](float("inf"))
+        self._logged_at = float("-inf")
+        self._to_park, self._next_to_park = trio.open_memory_channel[tuple[Touch, int, Exception]](float("inf"))
         self._claims = claims
         self._keeper = keeper
         self._lease = Holding(work.tube, part, work.key, work.settings.lease_ttl)
@@ -167,41 +185,63 @@ class Partition:
         try:
             await lease.claim(self._claims, self._settings.poll, self._work_for.past.get(self.part))
             backoff.reset()
+            self._work_for.ledgers.append(self._ledger)
             with lease.scope, self._keeper.keeping(lease):
                 await self._work_for.history.enter(self._client, lease.generation)
                 async with open_plain_nursery() as nursery:
                     await self._work(nursery)
         finally:
+            if self._ledger in self._work_for.ledgers:
+                self._work_for.ledgers.remove(self._ledger)
             if lease.term:
                 self._work_for.past[self.part] = lease.past(busy=self._ledger.busy > 0)
         raise lease.failure
 
     async def _work(self, nursery: trio.Nursery) -> None:
-        settings = self._settings
-        calls = trio.CapacityLimiter(settings.parallelism)
+        nursery.start_soon(self._call_control, nursery)
+        nursery.start_soon(self._park_failed)
         while True:
             self._stirred = trio.Event()
             await self._ack()
             if (end := self._ends.pop(self._ledger.oldest or 0, None)) is not None:
                 nursery.start_soon(self._collect, *end)
-            came = 0
-            if self._ledger.pods < settings.max_pods and trio.current_time() >= self._read_at:
-                came = await self._read(nursery)
-            while calls.available_tokens and (touches := self._ledger.take(settings.batch_ids)):
-                await calls.acquire_on_behalf_of(touches[0])
-                nursery.start_soon(self._process, touches, calls)
+            self._begin_calls(nursery)
+            came = await self._read() if self._wants_pods() else 0
+            self._begin_calls(nursery)
             if not came:
-                with trio.move_on_at(self._read_at if self._ledger.pods < settings.max_pods else float("inf")):
+                with trio.move_on_at(min(self._triage.due(), self._read_due())):
                     await self._stirred.wait()
+
+    def _begin_calls(self, nursery: trio.Nursery) -> None:
+        while (trial := self._triage.next(trio.current_time())) is not None:
+            nursery.start_soon(self._process, trial)
 
     # --- pods ---
 
-    async def _read(self, nursery: trio.Nursery) -> int:
+    def _room(self, share: float = 1.0) -> int:
+        """The bytes that this partition may still read, of a share of its memory."""
+        all_of_us, ledgers = self._settings.memory, self._work_for.ledgers
+        others = sum(ledger.memory for ledger in ledgers if ledger is not self._ledger)
+        return int(min(all_of_us / len(ledgers), all_of_us - others) * share) - self._ledger.memory
+
+    def _wants_pods(self) -> bool:
+        if self._left_backfill and self._room(BACKFILL_SHARE / 2) > 0:
+            self._read_at = 0.0
+        return trio.current_time() >= self._read_due()
+
+    def _read_due(self) -> float:
+        return self._read_at if self._room(0.9) > 0 or not self._ledger.pods else float("inf")
+
+    async def _read(self) -> int:
         """Read pods ahead. If there are none, the daemon sends READY when there are."""
         settings = self._settings
         self._ready, self._read_at = False, 0.0
         when_ready(self._client, self._tube, self.part, self._read_soon)
-        limit = 1 if self._one_by_one else settings.max_pods - self._ledger.pods
+        limit = 1 if self._one_by_one else READ_PODS
+        only_live = settings.exclude_backfill or (self._room(BACKFILL_SHARE) <= 0 and self._ledger.pods > 0)
+        self._left_backfill = only_live and not settings.exclude_backfill
+        ids = max(1, min(READ_IDS, self._room(1.0 if only_live else BACKFILL_SHARE) // ROW_BYTES))
+        backfill = 0 if only_live else None
         try:
             found = await self._client.pods(
                 self._tube,
@@ -209,7 +249,8 @@ class Partition:
                 self._lease.term,
                 self._cursor,
                 limit=limit,
-                backfill=0 if settings.exclude_backfill else None,
+                ids=ids,
+                backfill=backfill,
                 wait=settings.poll,
                 ready=True,
             )
@@ -222,7 +263,7 @@ class Partition:
         if not found and not self._ready:
             self._read_at = trio.current_time() + settings.poll
         for pod in found:
-            await self._take(pod, nursery)
+            self._take(pod)
         return len(found)
 
     def _read_soon(self) -> None:
@@ -234,11 +275,11 @@ class Partition:
         """Read one pod at a time from here on; park the pod that cannot be read alone."""
         if not alone:
             self._log.warning("pods_unreadable", cursor=str(self._cursor), error=str(error))
-            self._one_by_one = self._settings.max_pods
+            self._one_by_one = READ_PODS
             return
         self._failed_reads += 1
         self._counts.failed_calls += 1
-        await trio.sleep(self._pause(self._failed_reads - 1))
+        self._read_at = trio.current_time() + self._pause(self._failed_reads - 1)
         certain = isinstance(error, RemoteProtocolError)  # another error may come from the daemon
         if not 0 < self._settings.tries <= self._failed_reads or not (certain or self._unproven_once()):
             return
@@ -249,19 +290,29 @@ class Partition:
         if planned.pods and await self._put_aside(_last(self._cursor, planned.cursor), [], self._failed_reads, error):
             self._cursor = planned.cursor
             self._failed_reads = 0
+            self._read_at = 0.0
 
-    async def _take(self, pod: Pod, nursery: trio.Nursery) -> None:
-        """Note a pod that was read. A control pod is given to the user's function first."""
+    def _take(self, pod: Pod) -> None:
+        """Note a pod that was read. A control pod is given to the user's function, one after another."""
         work = self._work_for
         before = None if pod.ids or work.stale_ids is None else garbage_before(pod.payload)
-        self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids, held=True)
-        error = None
-        if not pod.ids and work.control is not None:
-            error = await self._attempt(work.control, pod)
-        if error is None:
-            self._end_hold(pod, before)
-        else:
-            nursery.start_soon(self._retry_control, pod, before, error)
+        control = not pod.ids and work.control is not None
+        self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids, held=control or before is not None)
+        if control:
+            self._controls.send_nowait((pod, before))
+        elif before is not None:
+            self._ends[pod.seq] = (pod, before)
+
+    async def _call_control(self, nursery: trio.Nursery) -> None:
+        """Give the control pods to the user's function, in their order. A pod that fails is tried again beside."""
+        async for pod, before in self._next_controls:
+            assert self._work_for.control is not None
+            successes = self._triage.successes
+            error = await self._attempt(self._work_for.control, pod)
+            if error is None:
+                self._end_hold(pod, before)
+            else:
+                nursery.start_soon(self._retry_control, pod, before, error, successes)
 
     def _end_hold(self, pod: Pod, before: int | None) -> None:
         if before is None:
@@ -270,11 +321,11 @@ class Partition:
             self._ends[pod.seq] = (pod, before)
         self._stirred.set()
 
-    async def _retry_control(self, pod: Pod, before: int | None, failure: Exception) -> None:
+    async def _retry_control(self, pod: Pod, before: int | None, failure: Exception, successes: int) -> None:
         """Give a control pod to the user's function until it succeeds or is parked. Other pods go on meanwhile."""
         assert self._work_for.control is not None
         error: Exception | None = failure
-        tries, successes = 1, self._successes
+        tries = 1
         while error is not None:
             if self._may_park(tries, successes):
                 if await self._put_aside(pod.seq, [], tries, error):
@@ -323,29 +374,21 @@ class Partition:
 
     # --- ids ---
 
-    async def _process(self, touches: list[Touch], calls: trio.CapacityLimiter) -> None:
-        """Process ids until each is done or parked; a batch that fails is halved."""
-        todo: list[tuple[list[Touch], int, int]] = [(touches, 0, self._successes)]  # ids, tries, successes before
-        while todo:
-            batch, tries, before = todo.pop(0)
-            whole = Batch(self._tube, tuple(batch), self.part, self._lease.term)
-            self._work_for.history.note(self._lease.generation, max(touch.seq for touch in batch))
-            error = await self._attempt(self._work_for.handle, whole)
-            if error is None:
-                self._successes += 1
-                self._work_for.unproven.discard(self.part.partition)
-                self._counts.processed += len(batch)
-                self._finish(batch)
-            elif len(batch) == 1 and self._may_park(tries + 1, before):
-                await self._park(batch[0], tries + 1, error)
-            else:
-                await trio.sleep(self._pause(tries))
-                if len(batch) > 1:
-                    middle = len(batch) // 2
-                    todo[:0] = [(batch[:middle], tries, before), (batch[middle:], tries, before)]
-                else:
-                    todo.append((batch, tries + 1, before))
-        calls.release_on_behalf_of(touches[0])
+    async def _process(self, trial: Trial) -> None:
+        """Process the ids of a trial; what becomes of ids for which it fails is decided by the triage."""
+        began = trio.current_time()
+        whole = Batch(self._tube, tuple(trial.touches), self.part, self._lease.term)
+        self._work_for.history.note(self._lease.generation, max(touch.seq for touch in whole.touches))
+        error = await self._attempt(self._work_for.handle, whole)
+        now = trio.current_time()
+        if error is None:
+            self._triage.succeeded(trial, now, slow=now - began > self._settings.call_timeout / 4)
+            self._work_for.unproven.discard(self.part.partition)
+            if not trial.again:
+                self._counts.processed += len(trial.touches)
+                self._finish(trial.touches)
+        elif self._triage.failed(trial, now, hung=isinstance(error, TimeoutError)):
+            self._to_park.send_nowait((trial.touches[0], trial.tries, error))
         self._stirred.set()
 
     async def _attempt(self, function: Callable[[T], Awaitable[None]], what: T) -> Exception | None:
@@ -361,14 +404,18 @@ class Partition:
         except Exception as failure:  # noqa: BLE001 - of the user; the ids are tried again
             error = failure
         self._counts.failed_calls += 1
-        self._log.warning("batch_failed", ids=len(what.touches) if isinstance(what, Batch) else 0, error=repr(error))
+        now = trio.current_time()
+        if now >= self._logged_at + LOG_INTERVAL:
+            self._logged_at = now
+            ids = len(what.touches) if isinstance(what, Batch) else 0
+            self._log.warning("batch_failed", ids=ids, error=repr(error), failed_calls=self._counts.failed_calls)
         return error
 
     def _may_park(self, tries: int, before: int) -> bool:
         """Whether something that has failed that often is parked. `before`: the successes when it was tried first."""
         if not 0 < self._settings.tries <= tries:
             return False
-        return self._successes > before or (self._ledger.rows <= 1 and self._unproven_once())
+        return self._triage.successes > before or (self._ledger.rows <= 1 and self._unproven_once())
 
     def _unproven_once(self) -> bool:
         """True once, until a call succeeds: something may be parked although nothing else succeeds."""
@@ -380,7 +427,7 @@ class Partition:
     def _pause(self, tries: int) -> float:
         return Backoff(self._settings.backoff_first, self._settings.backoff_cap).whole(tries)
 
-    def _finish(self, touches: list[Touch]) -> None:
+    def _finish(self, touches: Sequence[Touch]) -> None:
         self._ledger.done(touches)
         self._processed.set()
         self._processed = trio.Event()
@@ -394,15 +441,25 @@ class Partition:
         except ReplicadError as refused:  # the lease is over; `run` raises it
             self._lease.lose(refused)
             return False
-        self._counts.parked += 1
+        self._counts.parked += max(1, len(ids))
         self._log.warning("parked", seq=seq, ids=ids or "all", tries=tries, error=repr(error))
         return True
 
-    async def _park(self, touch: Touch, tries: int, error: Exception) -> None:
-        for seq in touch.seqs:
-            if not await self._put_aside(seq, [touch.id], tries, error):
-                return
-        self._finish([touch])
+    async def _park_failed(self) -> None:
+        """Park the ids that have failed too often. They hold no place meanwhile."""
+        async for first in self._next_to_park:
+            failed = [first]
+            with suppress(trio.WouldBlock):
+                while len(failed) < PARKED_AT_ONCE:
+                    failed.append(self._next_to_park.receive_nowait())
+            alike: dict[tuple[int, int, str], tuple[list[int], Exception]] = {}  # ids of one pod with one error
+            for touch, tries, error in failed:
+                for seq in touch.seqs:
+                    alike.setdefault((seq, tries, repr(error)), ([], error))[0].append(touch.id)
+            for (seq, tries, _), (ids, error) in alike.items():
+                if not await self._put_aside(seq, ids, tries, error):
+                    return
+            self._finish([touch for touch, _, _ in failed])
 
 
 def _last(before: Cursor, after: Cursor) -> int:

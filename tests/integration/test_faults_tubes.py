@@ -32,7 +32,9 @@ from .conftest import Connect
 from .test_faults_daemon import serving
 
 TTL = 2.0
-QUICK = WorkerSettings(batch_ids=5, max_pods=50, lease_ttl=TTL, poll=1.0, tries=3, backoff_first=0.01, backoff_cap=0.2)
+QUICK = WorkerSettings(
+    batch_ids=5, memory=50_000, lease_ttl=TTL, poll=1.0, tries=3, backoff_first=0.01, backoff_cap=0.2
+)
 
 
 @pytest.fixture

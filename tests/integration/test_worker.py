@@ -22,7 +22,7 @@ from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
-QUICK = WorkerSettings(batch_ids=5, parallelism=3, max_pods=20, poll=1.0, lease_ttl=2.0, tries=3, backoff_first=0.01)
+QUICK = WorkerSettings(batch_ids=5, parallelism=3, memory=20_000, poll=1.0, lease_ttl=2.0, tries=3, backoff_first=0.01)
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ async def test_after_a_backfill_what_the_downstream_holds_of_deleted_rows_goes_t
             collecting.set()
         return found
 
-    settings = replace(QUICK, lease_ttl=30.0, max_pods=1000, garbage_ids=20, garbage_settle=0.1)
+    settings = replace(QUICK, lease_ttl=30.0, memory=64 << 20, garbage_ids=20, garbage_settle=0.1)
     killed, worker = (
         Worker(open_worker_client, "items", downstream.handle, control=control, stale_ids=stale_ids, settings=settings)
         for _ in range(2)

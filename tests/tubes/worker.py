@@ -24,7 +24,7 @@ from replicad.protocol.connection import Timing
 URL, NAME, TUBE, SEED = sys.argv[1:5]
 ADDRESSES = [address.rpartition(":") for address in sys.argv[5:]]
 SETTINGS = WorkerSettings(
-    batch_ids=20, parallelism=3, max_pods=50, lease_ttl=3.0, poll=2.0, tries=0, backoff_first=0.05, backoff_cap=1.0,
+    batch_ids=20, parallelism=3, memory=50_000, lease_ttl=3.0, poll=2.0, tries=0, backoff_first=0.05, backoff_cap=1.0,
     garbage_settle=0.2,
 )  # fmt: skip
 TIMING = Timing(ping_interval=0.5, peer_timeout=2.0, line_timeout=10.0)

@@ -1,9 +1,14 @@
 """The ledger of a worker: nothing twice at once, nothing forgotten, nothing acked too early."""
 
+import sys
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.client.ledger import Ledger, Row, Touch
+from replicad.client.ledger import Lane, Ledger, Row, Touch
 
 PODS = st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(1, 8), max_size=5)), max_size=20)
 STEPS = st.lists(st.one_of(st.just("add"), st.integers(1, 4), st.just("done"), st.just("finished")), max_size=80)
@@ -103,3 +108,41 @@ def test_a_held_pod_waits_for_what_is_added_to_it_and_for_being_let_go() -> None
     assert (ledger.take_finished(), ledger.left(2)) == ([], 2)
     ledger.done(taken)
     assert ledger.take_finished() == [2]
+
+
+@pytest.mark.parametrize("make", [lambda n: n + 10**12, lambda n: f"{n:08x}-9c0b-4ef8-bb6d-6bb9bd380a11"])
+def test_the_memory_of_a_ledger_is_estimated_well_enough_for_a_budget(make: Callable[[int], int]) -> None:
+    pods = [[make(250 * pod + n) for n in range(250)] for pod in range(400)]  # the ids are counted by their size
+    tracemalloc.start()
+    ledger = Ledger()
+    for seq, ids in enumerate(pods):
+        ledger.add(seq + 1000, 0, "U", ids)
+    measured = tracemalloc.get_traced_memory()[0] + sum(sys.getsizeof(id) for ids in pods for id in ids)
+    tracemalloc.stop()
+    assert 0.7 * measured < ledger.memory < 1.5 * measured
+    ledger.done(ledger.take(10**6))
+    assert ledger.take_finished() == list(range(1000, 1400))
+    assert ledger.memory == 0
+
+
+def test_a_live_touch_of_a_row_does_not_wait_for_the_backfill() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, "B", [1, 2, 3])
+    ledger.add(2, 0, "U", [3])
+    ledger.add(3, 0, "B", [3])
+    assert [(t.id, t.op, t.seqs) for t in ledger.take(9, Lane.LIVE)] == [(3, "B", (1, 2, 3))]
+    assert [t.id for t in ledger.take(1, Lane.BACKFILL, newest=True)] == [2]
+    assert [t.id for t in ledger.take(9)] == [1]
+
+
+def test_a_row_that_is_processed_once_more_is_not_taken_meanwhile() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, "U", [1])
+    (touch,) = ledger.take(1)
+    assert not ledger.borrow(touch)
+    ledger.done([touch])
+    assert ledger.borrow(touch)
+    ledger.add(2, 0, "U", [1])
+    assert ledger.take(9) == []
+    ledger.give_back(touch)
+    assert [t.seqs for t in ledger.take(9)] == [(2,)]

@@ -1,0 +1,133 @@
+"""The triage of a partition: what is tried next, and what is parked. Calls take no time here; the clock jumps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from replicad.client.ledger import Lane, Ledger
+from replicad.client.triage import DOUBT, Triage, Trial
+from replicad.retry import Backoff
+
+
+class Play:
+    """A partition without a daemon: a call takes a time of a clock that jumps, four calls at a time."""
+
+    def __init__(self, ids: list[int], *, bad: Callable[[int], bool], op: str = "T", call: float = 0.01) -> None:
+        self.ledger = Ledger()
+        self.now = 0.0
+        self.done: set[int] = set()
+        self.parked: set[int] = set()
+        self.calls = 0
+        self.call = call
+        self.running: list[Trial] = []
+        self.bad = bad
+        self.chance = random.Random(7)
+        self.triage = Triage(
+            self.ledger,
+            places=4,
+            batch_ids=500,
+            tries=5,
+            backoff=Backoff(0.5, 60.0),
+            without_proof=lambda: False,
+            chance=self.chance.random,
+        )
+        for seq, id in enumerate(ids, 1):
+            self.ledger.add(seq, 0, op, [id])
+
+    def play(self, until: Callable[[], bool], within: float) -> float:
+        """Make calls until the condition holds; the seconds that it took."""
+        began, running = self.now, self.running
+        while not until():
+            assert self.now - began < within, f"{len(self.done)} done, {len(self.parked)} parked, {self.calls} calls"
+            while (trial := self.triage.next(self.now)) is not None:
+                running.append(trial)
+            if running:
+                self.now += self.call / len(running)
+                self.end(running.pop(0))
+            else:
+                self.now = max(self.now + 0.001, self.triage.due())
+        return self.now - began
+
+    def end(self, trial: Trial) -> None:
+        self.calls += 1
+        ids = {touch.id for touch in trial.touches}
+        if any(map(self.bad, ids)):
+            if self.triage.failed(trial, self.now):
+                self.parked |= ids
+                self.ledger.done(trial.touches)
+        else:
+            self.triage.succeeded(trial, self.now)
+            if not trial.again:
+                self.done |= ids
+                self.ledger.done(trial.touches)
+
+
+def negative(id: int) -> bool:
+    return id < 0
+
+
+@pytest.mark.parametrize("share", [10, 50, 90])
+def test_good_ids_come_at_a_hundred_in_a_second_beside_any_share_of_poison(share: int) -> None:
+    ids = [n if n % 100 >= share else -n for n in range(1, 20_001)]
+    good = sum(id > 0 for id in ids)
+    play = Play(ids, bad=negative, call=0.003)
+    took = play.play(lambda: len(play.done) == good, within=good / 100 + 5)
+    play.play(lambda: len(play.parked) == len(ids) - good, within=900.0 - took)
+
+
+@pytest.mark.parametrize("front", [0, 2000])
+@pytest.mark.parametrize("behind", [0, 2000])
+def test_good_ids_are_found_between_bursts_of_poison_and_all_poison_is_parked(front: int, behind: int) -> None:
+    ids = [*range(-front, 0), *range(100), *range(-front - behind, -front)]
+    play = Play(ids, bad=negative)
+    play.play(lambda: len(play.done) == 100, within=120.0)
+    play.play(lambda: len(play.parked) == front + behind, within=300.0)
+
+
+def test_in_an_outage_nothing_is_parked_and_the_calls_become_rare() -> None:
+    play = Play(list(range(5000)), bad=lambda id: play.now > 0.05 and play.now < 4000)
+    play.play(lambda: play.now > 600, within=4000)
+    calls = play.calls
+    play.play(lambda: play.now > 1800, within=4000)
+    assert play.calls - calls < 60, "once in a minute, and the id that was processed before"
+    assert not play.parked
+    play.play(lambda: len(play.done) == 5000, within=3000)
+
+
+def test_one_failing_id_is_tried_after_pauses_although_it_is_the_only_one() -> None:
+    play = Play([-1], bad=negative)
+    play.play(lambda: play.now > 3600, within=4000)
+    assert 20 < play.calls < 80
+    assert not play.parked
+
+
+def test_a_place_is_left_for_live_ids_during_a_backfill() -> None:
+    play = Play(list(range(10_000)), bad=negative, op="B")
+    trials = [play.triage.next(0.0) for _ in range(5)]
+    assert [trial and trial.lane for trial in trials] == [Lane.BACKFILL] * 3 + [None] * 2
+    play.ledger.add(10**6, 0, "U", [10**6])
+    live = play.triage.next(0.0)
+    assert live is not None
+    assert [touch.id for touch in live.touches] == [10**6]
+
+
+def test_failed_ids_are_tried_again_although_live_ids_never_end() -> None:
+    play = Play([-1, 1, 2, 3], bad=negative)
+    seq = 10
+
+    def more() -> bool:
+        nonlocal seq
+        seq += 1
+        play.ledger.add(seq, 0, "U", [1000 + seq])
+        return play.parked == {-1}
+
+    play.play(more, within=60.0)
+
+
+def test_no_more_than_a_few_calls_in_a_row_fail_before_calls_become_rare() -> None:
+    play = Play(list(range(5000)), bad=lambda _: True)
+    play.play(lambda: play.now > 10.0, within=20.0)
+    assert DOUBT <= play.calls < 2 * DOUBT

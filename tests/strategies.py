@@ -40,7 +40,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "flag": st.just(True),
     "choice": st.booleans(),
     "integers": st.lists(bigints, min_size=1, max_size=5).map(tuple),
-    "integers_or_all": st.lists(bigints, max_size=5).map(tuple),
+    "keys_or_all": (st.lists(bigints, max_size=5) | st.lists(texts, max_size=5)).map(tuple),
     "part": parts,
     "cursor": cursors,
     "text": texts.filter(bool),

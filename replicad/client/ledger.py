@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import trio
 
@@ -21,8 +22,9 @@ from replicad.client.requests import Pod
 from replicad.errors import DownstreamError
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
+from replicad.tubes.keys import Key
 
-Row = tuple[int, int]  # shard, id
+Row = tuple[int, Key]  # shard, id
 
 
 class Lane(IntEnum):
@@ -34,9 +36,12 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """One id to process. `op`: of the last touch (G: garbage, see `collect`). `seqs`: the pods that wait for it."""
+    """One id to process. `op`: of the last touch (G: garbage, see `collect`). `seqs`: the pods that wait for it.
 
-    id: int
+    `id` is an int, or a str if the tube has keys of kind text (tubes/keys.py).
+    """
+
+    id: Any
     shard: int
     op: str
     seqs: tuple[int, ...]
@@ -115,14 +120,14 @@ class Ledger:
         """Whether a pod was added and its seq was not taken as finished yet."""
         return seq in self._open or seq in self._finished
 
-    def add(self, seq: int, shard: int, op: str, ids: Iterable[int], *, held: bool = False) -> None:
+    def add(self, seq: int, shard: int, op: str, ids: Iterable[Key], *, held: bool = False) -> None:
         """Add a pod, in the order of processing. `held`: it is not done before `let_go`."""
         self._open[seq] = _OpenPod(op, int(held))
         self.add_to(seq, shard, op, ids)
         if not self._open[seq].left:
             self._close(seq)
 
-    def add_to(self, seq: int, shard: int, op: str, ids: Iterable[int]) -> None:
+    def add_to(self, seq: int, shard: int, op: str, ids: Iterable[Key]) -> None:
         """Add more ids to a pod."""
         pod = self._open[seq]
         pod.op = op
@@ -226,7 +231,7 @@ def _joined(first: _Seqs, second: _Seqs) -> tuple[int, ...]:
     return (*((first,) if isinstance(first, int) else first), *((second,) if isinstance(second, int) else second))
 
 
-StaleIds = Callable[[int, int, int], Awaitable[Sequence[int]]]
+StaleIds = Callable[[int, int, int], Awaitable[Sequence[Key]]]
 
 FRUITLESS_STEPS = 10  # in a row that return the same ids again after they were processed; then it gives up
 
@@ -260,7 +265,7 @@ async def collect(
         DownstreamError: the downstream keeps returning the same ids after they were processed.
     """
     total = fruitless = 0
-    before_that: list[int] = []
+    before_that: list[Key] = []
     empty = False
     backoff = Backoff(first=0.5, cap=30.0)
     while True:

@@ -50,6 +50,7 @@ from replicad.tubes.commands import (
     Seen,
     Tube,
 )
+from replicad.tubes.keys import BIGINT, Key
 
 VOCABULARY = CORE.with_(*streams.COMMANDS, *tubes.COMMANDS)
 
@@ -58,13 +59,13 @@ class Pod(NamedTuple):
     """A pod of a tube: ids that were touched by one operation in one shard.
 
     `op` is I, U, D, T or B (backfill). A control pod has no ids and a payload. `ts` is when it was written, with a
-    time zone.
+    time zone. The ids are texts if the tube has keys of kind text (tubes/keys.py).
     """
 
     seq: int
     op: str
     shard: int
-    ids: list[int]
+    ids: list[int] | list[str]
     payload: Any
     ts: datetime
 
@@ -180,7 +181,7 @@ def ack_requests(tube: str, part: Part, term: int, seqs: Sequence[int]) -> list[
     ]
 
 
-def park_request(tube: str, part: Part, term: int, seq: int, ids: Sequence[int], *, tries: int, error: str) -> Park:
+def park_request(tube: str, part: Part, term: int, seq: int, ids: Sequence[Key], *, tries: int, error: str) -> Park:
     """A PARK with the error on one line, cut at MAX_ERROR."""
     text = " ".join(error.replace("\0", " ").split())[:MAX_ERROR]
     return Park(tube, part, term, seq, tuple(ids), tries, text or "unknown")
@@ -463,6 +464,11 @@ class ClientRequests:
         return _one(Tube(tube, made=1), Tube, lambda answer: (answer.partitions or 0, answer.made))
 
     @asked
+    def tube_keys(self, tube: str) -> WholeRequest[str]:
+        """The kind of the tube's keys, `bigint` or `text` (tubes/keys.py). Raises UnknownTube."""
+        return _one(Tube(tube), Tube, lambda answer: answer.keys or BIGINT)
+
+    @asked
     def claim(
         self,
         tube: str,
@@ -553,7 +559,7 @@ class ClientRequests:
 
     @asked
     def park(
-        self, tube: str, part: Part, term: int, seq: int, ids: Sequence[int], *, tries: int, error: str
+        self, tube: str, part: Part, term: int, seq: int, ids: Sequence[Key], *, tries: int, error: str
     ) -> WholeRequest[int]:
         """Park ids that keep failing (none: the whole pod), with the error; returns how many."""
         request = park_request(tube, part, term, seq, ids, tries=tries, error=error)

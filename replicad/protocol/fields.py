@@ -14,7 +14,7 @@ A `Kind` reads and writes one argument. Features may define more kinds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
@@ -96,17 +96,12 @@ def json_array_of(size: int) -> Kind:
     return Kind(f"json_array_{size}", read, longest=UNBOUNDED)
 
 
-def _some_or_all(command: str, what: str, text: str) -> Sequence[int]:
-    return () if text == "*" else integer_list(command, what, text)
-
-
 WORD = Kind("word")
 INTEGER = Kind("integer", integer)
 SMALL = Kind("small", small)
 SECONDS = Kind("seconds", seconds, decimal)
 FLAG = Kind("flag", flag, lambda value: "1" if value else "")
 INTEGERS = Kind("integers", integer_list, lambda value: ",".join(map(str, value)), UNBOUNDED)
-INTEGERS_OR_ALL = Kind("integers_or_all", _some_or_all, lambda value: ",".join(map(str, value)) or "*", UNBOUNDED)
 TEXT = Kind("text", longest=UNBOUNDED)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import TypeVar, overload
 
 from replicad.protocol.words import MAX_INTEGER, integer
+
+T = TypeVar("T")
 
 AT_ONCE = 4096  # characters of a list that is read at once: less than a millisecond
 _PIECE = re.compile(r"-?[0-9]{1,19}(?:,-?[0-9]{1,19})*").fullmatch
@@ -74,10 +76,10 @@ def integer_list(command: str, what: str, text: str) -> Sequence[int]:
     return _read(command, what, text) if len(text) <= AT_ONCE else IntegerList(command, what, text)
 
 
-def pieces_of(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+def pieces_of(numbers: Sequence[T]) -> Iterator[Sequence[T]]:
     """The pieces of an `IntegerList`; another sequence is its only piece. Raises as `IntegerList.pieces`."""
     if isinstance(numbers, IntegerList):
-        yield from numbers.pieces()
+        yield from numbers.pieces()  # type: ignore[misc]  # of ints, as T is
     else:
         yield numbers
 

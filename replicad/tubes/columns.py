@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from replicad.errors import EncodingUnavailable, TubeRefused
 from replicad.tubes.commands import MAX_BLOCK, Arrow, Part
+from replicad.tubes.keys import BIGINT, TEXT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +43,7 @@ class Columns:
     """A piece of a range of pods: the rows of `tube_columns_sql`, concatenated.
 
     `last` is the seq of the last pod. `sizes` and `bodies` are None without payloads. `size` is the total in bytes.
+    `keys`: the kind of the ids (keys.py).
     """
 
     pods: int
@@ -51,6 +53,7 @@ class Columns:
     sizes: bytes | None = None
     bodies: bytes | None = None
     size: int = 0
+    keys: str = BIGINT
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
@@ -60,19 +63,20 @@ class Columns:
         sizes = b"".join(row["sizes"] for row in rows) if payload else None
         bodies = b"".join(row["bodies"] or b"" for row in rows) if payload else None
         size = len(fixed) + sum(map(len, ids)) + len(sizes or b"") + len(bodies or b"")
-        return cls(sum(row["pods"] for row in rows), rows[-1]["last"], fixed, ids, sizes, bodies, size)
+        keys = TEXT if "texts" in rows[0] else BIGINT
+        return cls(sum(row["pods"] for row in rows), rows[-1]["last"], fixed, ids, sizes, bodies, size, keys)
 
 
 @cache
-def schema(*, payload: bool) -> pa.Schema:
-    """The columns of a block, in the order and with the types that `protocol.md` names."""
+def schema(*, payload: bool, keys: str = BIGINT) -> pa.Schema:
+    """The columns of a block, in the order and with the types that `protocol.md` names. `keys`: the kind of the ids."""
     import pyarrow as pa  # noqa: PLC0415 - imported with the first block
 
     fields = [
         pa.field("seq", pa.int64()),
         pa.field("op", pa.string()),
         pa.field("shard", pa.int32()),
-        pa.field("ids", pa.list_(pa.field("element", pa.int64()))),
+        pa.field("ids", pa.list_(pa.field("element", pa.string() if keys == TEXT else pa.int64()))),
         *([pa.field("payload", pa.string())] if payload else []),
         pa.field("ts", pa.timestamp("us", tz="UTC")),
     ]
@@ -109,7 +113,8 @@ def record_batch(columns: Columns) -> pa.RecordBatch:
     import pyarrow as pa  # noqa: PLC0415
 
     fixed = np.frombuffer(columns.fixed, _FIXED)
-    kinds = schema(payload=columns.sizes is not None)
+    kinds = schema(payload=columns.sizes is not None, keys=columns.keys)
+    ids = _ids if columns.keys == BIGINT else _text_ids
     arrays = [
         _plain(kinds.field("seq").type, fixed["seq"].astype(np.int64)),
         _ops(fixed["op"]),
@@ -118,7 +123,7 @@ def record_batch(columns: Columns) -> pa.RecordBatch:
             kinds.field("ids").type,
             len(fixed),
             [None, _offsets(fixed["count"])],
-            children=[_ids(columns.ids, int(fixed["count"].sum()))],
+            children=[ids(columns.ids, int(fixed["count"].sum()))],
         ),
     ]
     if columns.sizes is not None:
@@ -193,6 +198,34 @@ def _ids_with_nulls(data: bytes, total: int) -> Sequence[int | None]:
             break
         ids.append(int.from_bytes(data[at : at + _ID_LENGTH], "big", signed=True))
         at += _ID_LENGTH
-    if len(ids) != total or at != len(data):
-        raise TubeRefused("a pod's array of ids is not one-dimensional; insert its ids again, or park the pod")
+    _check_decoded(len(ids) == total and at == len(data))
     return ids
+
+
+def _text_ids(rows: Sequence[bytes], total: int) -> pa.Array:
+    """Decode ids of kind text. If all have one length, as uuids have, numpy removes the lengths at once."""
+    import numpy as np  # noqa: PLC0415
+    import pyarrow as pa  # noqa: PLC0415
+
+    data = b"".join(rows)
+    length = int.from_bytes(data[:4], "big", signed=True)
+    if length > 0 and len(data) == total * (4 + length):
+        ids = np.frombuffer(data, [("length", ">i4"), ("text", np.uint8, (length,))])
+        if (ids["length"] == length).all():
+            offsets = np.arange(0, len(ids) * length + 1, length, dtype=np.int32)
+            texts = np.ascontiguousarray(ids["text"])
+            return pa.Array.from_buffers(pa.string(), len(ids), [None, pa.py_buffer(offsets), pa.py_buffer(texts)])
+    found: list[bytes | None] = []
+    at = 0
+    for _ in range(total):
+        length = int.from_bytes(data[at : at + 4], "big", signed=True)
+        at += 4
+        found.append(None if length == -1 else data[at : at + length])
+        at += max(length, 0)
+    _check_decoded(at == len(data))
+    return pa.array(found, pa.string())
+
+
+def _check_decoded(complete: bool) -> None:
+    if not complete:
+        raise TubeRefused("a pod's array of ids is not one-dimensional; insert its ids again, or park the pod")

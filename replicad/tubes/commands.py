@@ -12,7 +12,6 @@ from replicad.protocol.fields import (
     FLAG,
     INTEGER,
     INTEGERS,
-    INTEGERS_OR_ALL,
     SECONDS,
     SMALL,
     UNBOUNDED,
@@ -25,6 +24,7 @@ from replicad.protocol.fields import (
 )
 from replicad.protocol.tokens import START, Cursor
 from replicad.protocol.words import Side, bad, json_value
+from replicad.tubes.keys import KEYS_OR_ALL, KINDS, Key
 
 LINES, ARROW = "lines", "arrow"
 ENCODINGS = (LINES, ARROW)  # of pods: one line each, or many in a block of Arrow IPC
@@ -83,12 +83,14 @@ class Tube(Command):
     """TUBE: a client asks for a tube; the server answers with its number of partitions.
 
     If the client says `made=1`, the answer has `made=us`: when the tube was made, in microseconds since 1970. Another
-    time means another tube: the one before was dropped, and a cursor of it means nothing here.
+    time means another tube: the one before was dropped, and a cursor of it means nothing here. The answer has
+    `keys=text` if the ids of the tube are texts and not numbers.
     """
 
     tube: str = word("tube")
     partitions: int | None = optional("partitions", INTEGER, default=None)
     made: int | None = option("us", INTEGER, default=None)
+    keys: str | None = option("|".join(KINDS), one_of(*KINDS), default=None)
 
 
 @command("CLAIM", Side.CLIENT, verb="work", on="tube", answer="LEASE")
@@ -287,13 +289,16 @@ class Acked(Command):
 
 @command("PARK", Side.CLIENT, verb="park", on="tube", answer="PARKED", longest=UNBOUNDED)
 class Park(Command):
-    """PARK: takes ids that keep failing (`*`: all ids of the pod) out of the tube and stores them with the error."""
+    """PARK: takes ids that keep failing (`*`: all ids of the pod) out of the tube and stores them with the error.
+
+    Keys of kind text are a JSON array of strings without blanks: a blank in a key is written `\\u0020`.
+    """
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
     term: int = word("term", INTEGER)
     seq: int = word("seq", INTEGER)
-    ids: Sequence[int] = word("id,id,...|*", INTEGERS_OR_ALL)  # empty: the whole pod
+    ids: Sequence[Key] = word('id,id,...|["key","key",...]|*', KEYS_OR_ALL)  # empty: the whole pod
     tries: int = word("tries", SMALL)
     error: str = text("error text")
 

@@ -27,6 +27,7 @@ from replicad.postgres.bridge import Database, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_value, statement
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.commands import CursorAt, Part
+from replicad.tubes.keys import BIGINT, Key
 
 MOST_BYTES = 4 << 20  # that wait for a reader, and a line; beyond it the COPY is cancelled, and continued later
 NEXT_BYTES = 2 << 20  # read at a time, once that has happened, by the size of the pods before
@@ -52,7 +53,7 @@ class TubeInfo:
     """A tube: its number of partitions, and the oids of its table and of the sequence that numbers its pods.
 
     `fault` says why it cannot be served, and what to do. The oids may then be None. `made`: when it was made, in
-    microseconds since 1970.
+    microseconds since 1970. `keys`: the kind of its keys (keys.py).
     """
 
     name: str
@@ -61,6 +62,7 @@ class TubeInfo:
     sequence_oid: int | None
     fault: str | None = None
     made: int | None = None
+    keys: str = BIGINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +263,11 @@ class PodBook:
         return pods
 
     async def park(
-        self, tube: str, part: Part, term: int, *, seq: int, ids: Sequence[int], tries: int, error: str
+        self, tube: str, part: Part, term: int, *, seq: int, ids: Sequence[Key], tries: int, error: str
     ) -> int:
         """Park ids of a pod (all if `ids` is empty) with the error; returns how many. Raises as `ack`."""
         parked: int = await call_value(
-            self._ack_db, self._schema, "tube_park", *_fence(tube, part, term), seq, list(ids), tries, error
+            self._ack_db, self._schema, "tube_park", *_fence(tube, part, term), seq, list(map(str, ids)), tries, error
         )
         return parked
 

@@ -76,7 +76,7 @@ VALUES: dict[str, Make] = {
     "flag": lambda chance: True,
     "choice": lambda chance: chance.random() < 0.5,
     "integers": _integers,
-    "integers_or_all": lambda chance: () if chance.random() < 0.2 else _integers(chance),
+    "keys_or_all": lambda chance: chance.choice(((), _integers(chance), tuple(_word(chance) for _ in range(3)))),
     "part": _part,
     "cursor": lambda chance: Cursor(abs(_integer(chance)) & BIG, abs(_integer(chance)) & BIG),
     "text": lambda chance: chance.choice((*WORDS, " ", "a  b", *JSONS)),

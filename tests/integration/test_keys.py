@@ -34,6 +34,17 @@ KINDS = {
     "integer": Kind("film_id integer PRIMARY KEY, v integer", "n, n", "film_id"),
     "bigint": Kind('"Film Id" bigint PRIMARY KEY, v integer', "n + 5000000000, n", '"Film Id"'),
     "domain": Kind("id film_id PRIMARY KEY, v integer", "n, n", "id"),
+    "uuid": Kind("id uuid PRIMARY KEY, v integer", "md5(n::text)::uuid, n", "id::text"),
+    "text": Kind("name text PRIMARY KEY, v integer", r"""E'a \u0001\n"\\, é[]' || n, n""", "name"),
+    "bytea": Kind("hash bytea PRIMARY KEY, v integer", "sha256(n::text::bytea), n", "hash::text"),
+    "date": Kind("day date PRIMARY KEY, v integer", "'2026-01-01'::date + n, n", "day::text"),
+    "numeric": Kind("amount numeric(8, 2) PRIMARY KEY, v integer", "n / 4.0, n", "amount::text"),
+    "mail": Kind("mail mail PRIMARY KEY, v integer", "'m@' || n, n", "mail::text"),
+    "composite": Kind(
+        "tenant text, nr smallint, v integer, PRIMARY KEY (tenant, nr)",
+        "'t ' || n % 3, n, n",
+        "json_build_array(tenant::text, nr::text)::text",
+    ),
 }
 
 
@@ -48,7 +59,8 @@ async def kind(request: pytest.FixtureRequest, database: Database, daemon: Daemo
     """A kind, with its table attached to the tube `queue`."""
     found = KINDS[request.param]
     await database.execute(
-        f"CREATE DOMAIN film_id AS integer CHECK (VALUE > 0); CREATE TABLE t ({found.columns});"
+        "CREATE DOMAIN film_id AS integer CHECK (VALUE > 0); CREATE DOMAIN mail AS text;"
+        f"CREATE TABLE t ({found.columns});"
         f"INSERT INTO t SELECT {found.row} FROM generate_series(1, 40) AS n"
     )
     await database.execute("SELECT tube.tube_ensure_exists('queue', 2)")

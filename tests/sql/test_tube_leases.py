@@ -268,10 +268,10 @@ async def test_what_keeps_failing_is_kept_aside_with_its_error_and_comes_back_or
     pod, control = await tube.fetch_value("SELECT array_agg(seq ORDER BY seq) FROM tube.a WHERE payload IS NOT NULL")
     other = await tube.fetch_value("SELECT seq FROM tube.a WHERE shard = 1")
     term, _ = await claim(tube, 2, 0)
-    park = "SELECT tube.tube_park('a', 2, 0, $1, $2, $3::bigint[], $4, $5)"
-    assert await tube.fetch_value(park, term, pod, [22, 99], 3, "column dropped") == 2
-    assert await tube.fetch_value(park, term, pod, [22], 3, "again") == 0
-    assert await tube.fetch_value(park, term, other, [2], 3, "not ours") == 0
+    park = "SELECT tube.tube_park('a', 2, 0, $1, $2, $3::text[], $4, $5)"
+    assert await tube.fetch_value(park, term, pod, ["22", "99"], 3, "column dropped") == 2
+    assert await tube.fetch_value(park, term, pod, ["22"], 3, "again") == 0
+    assert await tube.fetch_value(park, term, other, ["2"], 3, "not ours") == 0
     assert await tube.fetch_value(park, term, control, [], 1, "no handler") == 1
     assert await tube.fetch_value(park, term, control, None, 1, "gone already") == 0
     assert await left(tube) == [*range(1, 9), 21, 23]

@@ -12,6 +12,8 @@ from replicad.postgres.statements import HOW, call_value, find_relation, load_sq
 from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
 from replicad.tubes.cli.changing import change_with_locks
 from replicad.tubes.cli.islands import Tubes, parse_shards
+from replicad.tubes.keys import BIGINT, KINDS
+from replicad.tubes.keys import TEXT as TEXTS
 from replicad.tubes.shards import MAX_SHARD, ShardSet, shard_of_schema
 
 if TYPE_CHECKING:
@@ -20,13 +22,15 @@ if TYPE_CHECKING:
 Run = Callable[..., Awaitable[Any]]  # a function of tubes by name, with its arguments
 _MOST_PARTITIONS = 32_768
 _OF_TUBE = ("partitions", "predicate")
+_FIXED_KEYS = "the ids of a tube keep their kind: drop the tube and apply again, or make another one"
 
 
 async def present(place: TargetDatabase) -> dict[str, Values]:
     """The tubes with the tables that are attached to them."""
     found: dict[str, dict[str, Any]] = {}
     for row in await place.db.fetch(statement("tube_desired", place.settings.tube_schema)):
-        tube = found.setdefault(row["tube"], {name: row[name] for name in (*_OF_TUBE, "on_fork")} | {"tables": {}})
+        own = {name: row[name] for name in (*_OF_TUBE, "on_fork")}
+        tube = found.setdefault(row["tube"], {**own, "keys": row["own_keys"], "tables": {}})
         if row["tbl"] is not None:
             tube["tables"][row["tbl"]] = {
                 "shard": row["shard"],
@@ -82,11 +86,25 @@ async def change(place: TargetDatabase, name: str, before: Values | None, wanted
     """Make the tube, or give it other partitions or another predicate; then attach the tables that differ."""
     if before is None or any(before[key] != wanted[key] for key in _OF_TUBE):
         values = [wanted[key] for key in _OF_TUBE]
-        await _locked(place, f"tube {name}", lambda run: run("tube_ensure_exists", name, *values))
+
+        async def work(run: Run) -> None:
+            keys = wanted["keys"] or (await _kind_for(run, wanted["tables"]) if before is None else None)
+            await run("tube_ensure_exists", name, *values, keys)
+
+        await _locked(place, f"tube {name}", work)
     if (before or {"on_fork": "report"})["on_fork"] != wanted["on_fork"]:
         await _locked(place, f"tube {name}", lambda run: run("tube_on_fork", name, wanted["on_fork"]))
     for table in _differing(before, wanted):
         await _attach(place, name, table, wanted["tables"][table], new=before is None or table not in before["tables"])
+
+
+async def _kind_for(run: Run, tables: Mapping[str, Values]) -> str:
+    """The kind of keys that a tube needs for these tables."""
+    for table, values in tables.items():
+        key = values["key"] or await run("tube_key_default", table, None)
+        if await run("tube_key_kind", await run("tube_key_types", table, key)) == TEXTS:
+            return TEXTS
+    return BIGINT
 
 
 def parts(before: Values | None, wanted: Values) -> Iterator[Values]:
@@ -158,6 +176,7 @@ SECTION = Section(
         SectionKey("partitions", WHOLE, 1, minimum=1, maximum=_MOST_PARTITIONS),
         SectionKey("predicate", TEXT),
         SectionKey("on_fork", one_of("report", "backfill"), "report"),
+        SectionKey("keys", one_of(*KINDS), fixed=_FIXED_KEYS),
         SectionKey("tables", TABLES, {}, inner=_TABLE),
     ),
     present=present,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,11 +14,11 @@ import click
 
 from replicad.config.declaring import WHOLE, one_of
 from replicad.errors import TubeRefused, UnknownTube, UsageError
-from replicad.protocol.words import MAX_INTEGER
 from replicad.terminal.command import F, ReplicadGroup, ValueType, json_option, option
 from replicad.terminal.failures import say
 from replicad.terminal.output import echo, print_rows
 from replicad.tubes.cli.islands import NoIndex, Tubes, island_options, on_islands, parse_shards, with_island
+from replicad.tubes.keys import KINDS, TEXT, Key, parse_key
 
 on_fork_option = option(
     "--on-fork",
@@ -62,13 +61,22 @@ def command() -> None:
     metavar="SQL",
     help="Record only rows for which this is true. It may use the columns of the attached tables.",
 )
+@option(
+    "--keys",
+    metavar="bigint|text",
+    type=ValueType(one_of(*KINDS)),
+    help="Kind of the ids: bigint for tables whose key is one integer column, text for tables with any keys. Default: "
+    "the first attached table decides.",
+)
 @on_fork_option
 @island_options
-def create(tube: str, partitions: int, predicate: str | None, on_fork: str | None, **options: Any) -> None:
+def create(
+    tube: str, partitions: int, predicate: str | None, keys: str | None, on_fork: str | None, **options: Any
+) -> None:
     """Create TUBE, or change an existing one to these options."""
 
     async def work(tubes: Tubes) -> None:
-        await tubes.change(f"tube {tube}", "tube_ensure_exists", tube, partitions, predicate)
+        await tubes.change(f"tube {tube}", "tube_ensure_exists", tube, partitions, predicate, keys)
         if on_fork is not None:
             await tubes.value("tube_on_fork", tube, on_fork)
 
@@ -219,8 +227,8 @@ Examples:
 )
 @option(
     "--key",
-    metavar="COLUMN",
-    help="The column that names a row. Default: the present key of an attached table, or the primary key, or `id`.",
+    metavar="COLUMN,...",
+    help="The columns that name a row. Default: the present key of an attached table, or the primary key, or `id`.",
 )
 @island_options
 def attach(
@@ -229,7 +237,8 @@ def attach(
 ) -> None:  # fmt: skip
     """Record changes of TABLE in TUBE from now on.
 
-    The key of the table must be one column: bigint, integer or smallint. Existing rows are not recorded; use `backfill`
+    A key that is one integer column becomes ids of kind bigint. Any other key, of any types, becomes texts; then TUBE
+    must have keys of kind text, which the first table of a tube decides. Existing rows are not recorded; use `backfill`
     for them.
     """
     chosen = None if shards is None else parse_shards(shards)
@@ -387,7 +396,8 @@ Examples:
 def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | None, **options: Any) -> None:
     """Put ids into TUBE by hand.
 
-    With - as ID, ids are read from stdin, separated by blanks, commas or line ends.
+    With - as ID, ids are read from stdin, separated by blanks, commas or line ends. If TUBE has keys of kind text, each
+    ID and each line of stdin is one key, as Postgres writes it; several columns are a JSON array of texts.
     """
     _check_json(payload)
     if not ids and payload is None:
@@ -396,10 +406,10 @@ def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | N
         raise UsageError("--database is given several times; ids belong to one database")
 
     async def work(tubes: Tubes) -> tuple[int, int]:
-        await tubes.value("tube_find", tube)
+        keys = (await _row_of_tube(tubes, tube))["keys"]
         name = await tubes.value("tube_object_name", tube, "_touch")
         pods = count = 0
-        for chunk in _chunks(_read_ids(ids)) if ids else [[]]:
+        for chunk in _chunks(_read_ids(ids, keys)) if ids else [[]]:
             pods += await tubes.value(name, shard, chunk, op.upper(), payload)
             count += len(chunk)
         return pods, count
@@ -564,7 +574,8 @@ def parked_list(tube: str, as_json: bool, **options: Any) -> None:
 
     async def work(tubes: Tubes) -> list[Any]:
         await tubes.value("tube_find", tube)
-        return await tubes.rows("tube_parked_list", tube)
+        rows = await tubes.rows("tube_parked_list", tube)
+        return [{**dict(row), "ids": row["ids"] if row["keys"] is None else row["keys"]} for row in rows]
 
     rows = with_island(on_islands(options, work))
     columns = ["parked", "shard", "op", "ids", "tries", "parked_at", "error"]
@@ -620,17 +631,18 @@ def _check_json(payload: str | None) -> None:
         raise UsageError(f"--payload is not JSON: {error}") from None
 
 
-def _read_ids(words: Iterable[str]) -> Iterator[int]:
+def _read_ids(words: Iterable[str], keys: str) -> Iterator[Key]:
     for word in words:
         if word == "-" and sys.stdin is None:
             raise UsageError("stdin is closed; give the ids, or a file as stdin")
         for text in sys.stdin if word == "-" else [word]:
-            for piece in text.replace(",", " ").split():
-                if not re.fullmatch(r"-?[0-9]{1,19}", piece) or not -MAX_INTEGER - 1 <= int(piece) <= MAX_INTEGER:
-                    raise UsageError(f"{piece[:40]!r} is not an id; ids are whole numbers of 64 bits")
-                yield int(piece)
+            for piece in [text.rstrip("\r\n")] if keys == TEXT else text.replace(",", " ").split():
+                try:
+                    yield parse_key(keys, piece)
+                except ValueError as error:
+                    raise UsageError(f"{piece[:40]!r} is not an id; {error}") from None
 
 
-def _chunks(ids: Iterator[int]) -> Iterator[list[int]]:
+def _chunks(ids: Iterator[Key]) -> Iterator[list[Key]]:
     while chunk := list(itertools.islice(ids, _IDS_PER_CALL)):
         yield chunk

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -41,6 +41,7 @@ from replicad.tubes.commands import (
     Tube,
 )
 from replicad.tubes.history import HistoryBook
+from replicad.tubes.keys import BIGINT
 from replicad.tubes.leases import LeaseBook, LeaseHolder, without_tags
 from replicad.tubes.pods import PodBook, PodReadBounds, Span
 from replicad.tubes.serving.known import KnownTubes
@@ -150,6 +151,8 @@ class LeaseClaims:
 
 GiveWay = Callable[[], Awaitable[None]]  # waits for the next turn
 
+T = TypeVar("T")
+
 ACKED_AT_ONCE = 10_000  # listed pods in one statement: a few milliseconds
 
 
@@ -175,9 +178,9 @@ async def ack_listed(pods: PodBook, command: Ack, give_way: GiveWay) -> int:
     return removed
 
 
-async def read_list(numbers: Sequence[int], give_way: GiveWay) -> tuple[int, ...]:
-    """All numbers of a list. Raises RemoteProtocolError."""
-    listed: list[int] = []
+async def read_list(numbers: Sequence[T], give_way: GiveWay) -> tuple[T, ...]:
+    """All elements of a list. Raises RemoteProtocolError."""
+    listed: list[T] = []
     for piece in pieces_of(numbers):
         if listed:
             await give_way()
@@ -390,7 +393,8 @@ class TubeRequests:
     async def _tube(self, session: Peer, command: Tube) -> None:
         await self._known.look()  # the number of partitions may have changed just now
         info = await self._known.served(command.tube)
-        session.post(Tube(info.name, info.partitions, info.made if command.made else None))
+        keys = None if info.keys == BIGINT else info.keys
+        session.post(Tube(info.name, info.partitions, info.made if command.made else None, keys))
 
     async def _claim(self, session: Peer, command: Claim) -> None:
         await self._known.served(command.tube)

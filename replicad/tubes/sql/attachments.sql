@@ -11,7 +11,8 @@
 --   path       where names of predicate and routing are looked up; by default the caller's search_path
 -- Partitions and heirs are attached with their table. A statement on the table also touches the rows that it writes to
 -- partitions that were created later. Statements on such a partition itself are missed until this function is called
--- again (tube_list().unattached shows them). Raises RT001, RT005. Writes tube_attachment, {table}_touch, and the
+-- again (tube_list().unattached shows them). The first table of a tube decides its kind of keys, if it has no pods yet.
+-- Raises RT001, RT005. Writes tube_attachment, {table}_touch, and the
 -- triggers {table}_{tube}_{after_insert,after_update,after_delete,before_truncate}_trigger, for which writers wait.
 CREATE OR REPLACE FUNCTION tube_table_ensure_attached(
     tube text, tbl regclass, shard integer = NULL, predicate text = NULL, routing text = NULL,
@@ -37,6 +38,10 @@ BEGIN
         predicate, routing,
         CASE WHEN predicate IS NULL AND routing IS NULL THEN '{}' ELSE tube_safe_path(path) END,
         coalesce(key, tube_key_default(tbl, before.key)));
+    IF tube_key_kind(tube_key_types(tbl, wanted.key)) = 'text' AND NOT EXISTS (
+            SELECT FROM tube_attachment a WHERE a.tube = t.tube) THEN
+        t := tube_keys_ensure(t, 'text');
+    END IF;
     PERFORM tube_check_key(t, tbl, wanted.key);
     IF wanted.shard IS NULL OR wanted.shard < 0 THEN
         PERFORM tube_refuse('RT005',

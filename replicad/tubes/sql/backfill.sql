@@ -384,6 +384,7 @@ CREATE OR REPLACE FUNCTION tube_backfill_put(b tube_backfill, ids text[], shards
 RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
+    kind text := (tube_find(b.tube)).keys;
     fresh integer[] := ARRAY(SELECT DISTINCT s FROM unnest(shards) s WHERE s <> ALL (b.shards) ORDER BY s);
 BEGIN
     IF fresh <> '{}' THEN
@@ -393,7 +394,7 @@ BEGIN
     EXECUTE format('SELECT sum(%I.%I(placed.shard, placed.ids, ''B'', NULL, $3)) FROM ('
         'SELECT given.shard, array_agg(given.id ORDER BY given.n) AS ids'
         ' FROM unnest($1::%s[], $2) WITH ORDINALITY AS given(id, shard, n) GROUP BY 1 ORDER BY 1) AS placed',
-        current_schema(), tube_object_name(b.tube, '_touch'), (tube_find(b.tube)).keys) USING ids, shards, chunk;
+        current_schema(), tube_object_name(b.tube, '_touch'), kind) USING ids, shards, least(chunk, tube_pod_size(kind));
 END
 $$;
 
@@ -434,14 +435,14 @@ BEGIN
     numbered := format('SELECT stored.shard, stored.id, row_number() OVER (%s ORDER BY stored.sort_key) - 1 AS n'
         ' FROM (%s) AS stored', CASE WHEN a.routing IS NOT NULL THEN 'PARTITION BY stored.shard' END, source);
     IF tube_runs_as(a.tbl) IS NOT NULL THEN
-        numbered := format('SELECT r.tube_shard AS shard, r.id, r.n FROM %I.tube_owner_rows(%L::oid::regclass, %L, %L) AS r',
-            current_schema(), a.tbl::oid,
+        numbered := format('SELECT r.tube_shard AS shard, r.id::%s AS id, r.n FROM %I.tube_owner_rows(%L::oid::regclass, %L,'
+            ' %L) AS r', t.keys, current_schema(), a.tbl::oid,
             format('SELECT owned.shard AS tube_shard, owned.id, owned.n FROM (%s) AS owned', numbered), path);
     END IF;
     inserted := tube_insert_numbered(ARRAY[a.tube], numbered,
         path, CASE WHEN a.routing IS NULL THEN home END, 'B',
         (SELECT b.approx_ids FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl),
-        greatest(fetch_chunk_size, 1), insert_chunk_size);
+        greatest(fetch_chunk_size, 1), least(insert_chunk_size, tube_pod_size(t.keys)));
     PERFORM tube_backfill_progress(a, inserted, true);
     RETURN inserted;
 END

@@ -109,17 +109,15 @@ $$;
 
 DO $$ BEGIN EXECUTE 'ALTER FUNCTION tube_as_owner(regclass, text, text)' || tube_fixed_sql(); END $$;
 
--- tube_owner_rows(tbl, query, path): the rows of a query on this table, of tube_shard, id and n, which are numbers, run as
--- by tube_as_owner. Writes nothing.
+-- tube_owner_rows(tbl, query, path): the rows of a query on this table, of tube_shard, id and n, run as by tube_as_owner. The
+-- id is returned as text. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_owner_rows(tbl regclass, query text, path text)
-RETURNS TABLE (tube_shard integer, id bigint, n bigint)
+RETURNS TABLE (tube_shard integer, id text, n bigint)
 LANGUAGE sql SET search_path FROM CURRENT AS $$
-    SELECT nullif(split.parts[1], '')::integer, split.parts[2]::bigint, split.parts[3]::bigint
-    FROM (
-        SELECT string_to_array(line, ',') AS parts
-        FROM tube_as_owner(tbl, format(
-            'SELECT pg_catalog.concat(q.tube_shard, '','', q.id, '','', q.n) FROM (%s) AS q', query), path) AS line
-    ) AS split
+    SELECT nullif(split_part(line, ',', 1), '')::integer,
+        substr(line, 3 + length(split_part(line, ',', 1)) + length(split_part(line, ',', 2))), split_part(line, ',', 2)::bigint
+    FROM tube_as_owner(tbl, format(
+        'SELECT pg_catalog.concat(q.tube_shard, '','', q.n, '','', q.id) FROM (%s) AS q', query), path) AS line
 $$;
 
 -- tube_reader_body(): the body of each reader (postgres/sql/reader_body.sql), as that of streams. Writes nothing.

@@ -1,31 +1,32 @@
 -- What readers of tubes note: pods that failed too often, and counts.
 
--- tube_park(tube, partitions, partition, term, seq, ids, tries, error): moves ids of a pod that keep failing to
+-- tube_park(tube, partitions, partition, term, seq, ids, tries, error): moves ids of a pod that keep failing, as texts, to
 -- tube_parked, with the number of tries and the error; without ids (NULL or empty) the whole pod, also a control pod. A
 -- pod without remaining ids is deleted. Ids given for a control pod are garbage that a reader collects because of it:
 -- they are parked as touches of its shard, and the control pod stays. Returns how many ids (1 for a control pod); 0 if
 -- there is no such pod. Raises RT002, RT005. Locks the tube's row in tube_registry, to which tube_parked refers, and
 -- the lease's row; writes the tube, tube_parked and tube_shard.
 CREATE OR REPLACE FUNCTION tube_park(
-    tube text, partitions integer, partition integer, term bigint, seq bigint, ids bigint[], tries integer, error text
+    tube text, partitions integer, partition integer, term bigint, seq bigint, ids text[], tries integer, error text
 ) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
+    keys text := (tube_find(tube)).keys;
     pod record;
-    bad bigint[];
-    good bigint[] := '{}';
+    bad text[];
+    good text[] := '{}';
 BEGIN
     PERFORM tube_check_partition(partitions, partition);
     PERFORM tube_keep(tube);
     PERFORM tube_lease_hold(tube, partitions, partition, term);
     EXECUTE format('LOCK TABLE %I IN ROW EXCLUSIVE MODE', tube);  -- before it is read: see tube_backfill_begin
-    EXECUTE format('SELECT * FROM %I WHERE seq = $1 AND shard %% $2 = $3 FOR UPDATE', tube)
+    EXECUTE format('SELECT seq, op, shard, ids::text[] AS ids, payload, ts FROM %I WHERE seq = $1 AND shard %% $2 = $3 FOR UPDATE', tube)
         INTO pod USING seq, partitions, partition;
     bad := pod.ids;
     IF pod.ids = '{}' AND cardinality(ids) > 0 THEN
-        INSERT INTO tube_parked (tube, seq, op, shard, ids, ts, tries, error)
-            VALUES (tube, pod.seq, 'T', pod.shard, ids, pod.ts,
-                coalesce(tries, 1), coalesce(error, 'no error was given'));
+        INSERT INTO tube_parked (tube, seq, op, shard, ids, keys, ts, tries, error)
+            VALUES (tube, pod.seq, 'T', pod.shard, CASE keys WHEN 'bigint' THEN ids::bigint[] ELSE '{}' END,
+                CASE keys WHEN 'text' THEN ids END, pod.ts, coalesce(tries, 1), coalesce(error, 'no error was given'));
         RETURN cardinality(ids);
     ELSIF coalesce(cardinality(ids), 0) > 0 THEN
         bad := ARRAY(SELECT u FROM unnest(pod.ids) u WHERE u = ANY (tube_park.ids));
@@ -35,13 +36,13 @@ BEGIN
         RETURN 0;
     END IF;
     PERFORM tube_shards_note(tube, ARRAY[pod.shard]);
-    INSERT INTO tube_parked (tube, seq, op, shard, ids, payload, ts, tries, error)
-        VALUES (tube, pod.seq, pod.op, pod.shard, bad, pod.payload, pod.ts,
-            coalesce(tries, 1), coalesce(error, 'no error was given'));
+    INSERT INTO tube_parked (tube, seq, op, shard, ids, keys, payload, ts, tries, error)
+        VALUES (tube, pod.seq, pod.op, pod.shard, CASE keys WHEN 'bigint' THEN bad::bigint[] ELSE '{}' END,
+            CASE keys WHEN 'text' THEN bad END, pod.payload, pod.ts, coalesce(tries, 1), coalesce(error, 'no error was given'));
     IF good = '{}' THEN
         EXECUTE format('DELETE FROM %I WHERE seq = $1', tube) USING seq;
     ELSE
-        EXECUTE format('UPDATE %I SET ids = $2 WHERE seq = $1', tube) USING seq, good;
+        EXECUTE format('UPDATE %I SET ids = $2::%s[] WHERE seq = $1', tube, keys) USING seq, good;
     END IF;
     RETURN greatest(cardinality(bad), 1);
 END
@@ -66,8 +67,8 @@ BEGIN
         WITH gone AS (
             DELETE FROM tube_parked p WHERE p.tube = $1 AND ($2 IS NULL OR p.parked = ANY ($2)) RETURNING p.*
         )
-        INSERT INTO %I (op, shard, ids, payload) SELECT g.op, g.shard, g.ids, g.payload FROM gone g ORDER BY g.parked
-    $sql$, t.tube) USING tube, parked_ids;
+        INSERT INTO %I (op, shard, ids, payload) SELECT g.op, g.shard, %s, g.payload FROM gone g ORDER BY g.parked
+    $sql$, t.tube, CASE t.keys WHEN 'text' THEN 'g.keys' ELSE 'g.ids' END) USING tube, parked_ids;
     GET DIAGNOSTICS replayed = ROW_COUNT;
     RETURN replayed;
 END

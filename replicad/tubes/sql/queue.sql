@@ -39,7 +39,7 @@ BEGIN
 END
 $$;
 
--- tube_table_ensure(tube): creates the table of a new tube. Raises RT005 if a name is taken. Writes table and indexes.
+-- tube_table_ensure(tube): creates the table of a new tube, for its kind of keys. Raises RT005 if a name is taken. Writes table and indexes.
 -- No CHECKs: each would cost every write of an attached table 2 us, and the functions that insert check their
 -- arguments.
 CREATE OR REPLACE FUNCTION tube_table_ensure(tube text) RETURNS void
@@ -56,6 +56,9 @@ BEGIN
         ) WITH (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 2000)
     $sql$, tube, format('%I.tube_seq', current_schema()));
     EXECUTE format('ALTER TABLE %I ALTER ids SET STORAGE PLAIN, ALTER seq SET STATISTICS 0', tube);
+    IF (tube_find(tube)).keys = 'text' THEN
+        PERFORM tube_table_to_text(tube);
+    END IF;
     EXECUTE format('CREATE INDEX %I ON %I (shard, seq) WHERE cardinality(ids) = 0', tube || '_control', tube);
     EXECUTE format('COMMENT ON TABLE %I IS %L', tube,
         'replicad: the pods of a tube; use tube_ensure_absent() to drop it');
@@ -66,16 +69,57 @@ EXCEPTION WHEN duplicate_table THEN
 END
 $$;
 
--- tube_ensure_exists(tube, partitions, predicate, path): creates the tube, or alters it; writes nothing if the tube is
+-- tube_table_to_text(tube): gives the table of a tube without pods keys of kind text. They have no bound, and no write of an
+-- application may fail because of a long key: ids that do not fit into a page are stored out of line. Writes the table.
+CREATE OR REPLACE FUNCTION tube_table_to_text(tube text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    EXECUTE format('ALTER TABLE %I ALTER ids TYPE text[] USING ''{}'', ALTER ids SET STORAGE EXTERNAL', tube);
+    EXECUTE format('ALTER TABLE %I SET (toast_tuple_target = 8160)', tube);  -- what fits into a page stays in it
+END
+$$;
+
+-- tube_keys_ensure(t, wanted): the tube with keys of the kind `wanted`. Another kind is possible while the tube has no table
+-- and no pod. Raises RT005. The caller has locked the tube. Writes tube_registry, the tube's table and {tube}_touch.
+CREATE OR REPLACE FUNCTION tube_keys_ensure(t tube_registry, wanted text) RETURNS tube_registry
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    used boolean;
+BEGIN
+    IF wanted IS NULL OR wanted = t.keys THEN
+        RETURN t;
+    END IF;
+    EXECUTE format('LOCK TABLE %I IN ACCESS EXCLUSIVE MODE', t.tube);
+    EXECUTE format('SELECT EXISTS (SELECT FROM %I)', t.tube) INTO used;
+    IF used OR EXISTS (SELECT FROM tube_attachment a WHERE a.tube = t.tube)
+            OR EXISTS (SELECT FROM tube_parked p WHERE p.tube = t.tube) THEN
+        PERFORM tube_refuse('RT005',
+            format('tube %L has keys of kind %s, and tables, pods or parked ids with them', t.tube, t.keys),
+            format('make another tube with keys of kind %s, or drop this one and create it again', wanted));
+    ELSIF wanted = 'text' THEN
+        PERFORM tube_table_to_text(t.tube);
+    ELSE
+        EXECUTE format('ALTER TABLE %I ALTER ids TYPE bigint[] USING ''{}'', ALTER ids SET STORAGE PLAIN', t.tube);
+        EXECUTE format('ALTER TABLE %I RESET (toast_tuple_target)', t.tube);
+    END IF;
+    UPDATE tube_registry r SET keys = wanted WHERE r.tube = t.tube RETURNING * INTO t;
+    PERFORM tube_touch_ensure(t.tube);
+    PERFORM tube_trigger_ensure(t.tube, NULL, NULL, '{}');
+    RETURN t;
+END
+$$;
+
+-- tube_ensure_exists(tube, partitions, predicate, keys, path): creates the tube, or alters it; writes nothing if the tube is
 -- already so. predicate is SQL on a row of any attached table: only rows for which it is true are touched and
--- backfilled. Its names are looked up in path, by default the caller's search_path. Pods and attachments are kept; a
+-- backfilled. Its names are looked up in path, by default the caller's search_path. keys is bigint or text (keys.sql); NULL:
+-- the present kind, or bigint, which becomes text when the first table needs it. Pods and attachments are kept; a
 -- table that was dropped by hand is created again. Raises RT005. Writes tube_registry, the tube's table, indexes,
 -- {tube}_touch and its trigger functions.
 --
 -- A new number of partitions needs a new index, and writers wait while it is built. For a tube with millions of pods
 -- choose a time with few writes, and set lock_timeout if there are long transactions that write.
 CREATE OR REPLACE FUNCTION tube_ensure_exists(
-    tube text, partitions integer = 1, predicate text = NULL, path name[] = current_schemas(false)
+    tube text, partitions integer = 1, predicate text = NULL, keys text = NULL, path name[] = current_schemas(false)
 ) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -87,8 +131,12 @@ BEGIN
         PERFORM tube_refuse('RT008',
             format('tube %L cannot have %s partitions', tube, coalesce(partitions::text, 'NULL')),
             'a tube has 1 to 32768 partitions');
+    ELSIF keys NOT IN ('bigint', 'text') THEN
+        PERFORM tube_refuse('RT005', format('there are no keys of kind %L', left(keys, 100)),
+            'bigint is for tables whose key is one integer column, text for all tables');
     END IF;
-    INSERT INTO tube_registry VALUES (tube, partitions, predicate, safe) ON CONFLICT DO NOTHING;
+    INSERT INTO tube_registry (tube, partitions, predicate, path, keys)
+        VALUES (tube, partitions, predicate, safe, coalesce(keys, 'bigint')) ON CONFLICT DO NOTHING;
     IF FOUND THEN
         PERFORM tube_table_ensure(tube);
     ELSE
@@ -96,6 +144,7 @@ BEGIN
         IF to_regclass(quote_ident(tube)) IS NULL THEN
             PERFORM tube_table_ensure(tube);  -- it was dropped by hand
         END IF;
+        PERFORM tube_keys_ensure(tube_find(tube), keys);
         UPDATE tube_registry r
             SET partitions = tube_ensure_exists.partitions, predicate = tube_ensure_exists.predicate, path = safe
             WHERE r.tube = tube_ensure_exists.tube AND (r.partitions, r.predicate, r.path)
@@ -118,7 +167,7 @@ BEGIN
     PERFORM tube_touch_ensure(tube);
 END
 $$;
-COMMENT ON FUNCTION tube_ensure_exists(text, integer, text, name[]) IS 'Creates a tube, or alters it to be as asked';
+COMMENT ON FUNCTION tube_ensure_exists(text, integer, text, text, name[]) IS 'Creates a tube, or alters it to be as asked';
 
 -- tube_ensure_absent(tube): detaches all its tables and drops the tube with its pods, leases and parked ids. Does
 -- nothing if there is no such tube. It locks one table after another; where programs write to several of them, detach
@@ -145,8 +194,8 @@ BEGIN
     DELETE FROM tube_shard k WHERE k.tube = tube_ensure_absent.tube;
     DELETE FROM tube_low l WHERE l.tube = tube_ensure_absent.tube;
     EXECUTE format('DROP FUNCTION IF EXISTS %I()', tube_object_name(tube, '_trigger'));
-    EXECUTE format('DROP FUNCTION IF EXISTS %I(integer, bigint[], character, jsonb, integer)',
-        tube_object_name(tube, '_touch'));
+    EXECUTE format('DROP FUNCTION IF EXISTS %1$I(integer, bigint[], character, jsonb, integer),'
+        ' %1$I(integer, text[], character, jsonb, integer)', tube_object_name(tube, '_touch'));
     EXECUTE format('DROP TABLE IF EXISTS %I', tube);
 END
 $$;
@@ -230,7 +279,7 @@ END
 $$;
 
 -- tube_insert_numbered(tubes, query, path, shard, op, total, every, chunk): puts the ids of a query into pods of chunk
--- ids in each of the tubes; returns how many ids. The query returns id and n, from 0 without gaps, which is the order
+-- ids in each of the tubes, which have keys of one kind; returns how many ids. The query returns id and n, from 0 without gaps, which is the order
 -- of the pods. If shard is NULL, it also returns shard, and n counts per shard. It runs under the search_path path.
 -- Reports its progress with tube_progress. Memory is bounded by work_mem. Writes the tubes.
 CREATE OR REPLACE FUNCTION tube_insert_numbered(
@@ -289,12 +338,18 @@ CREATE OR REPLACE FUNCTION tube_pods_insert(
 LANGUAGE plpgsql SET search_path FROM CURRENT SET row_security = off AS $$
 DECLARE
     tubes text[] := tube_split(tube_or_tubes);
+    kinds text[] := ARRAY(SELECT DISTINCT (tube_find(one)).keys FROM unnest(tubes) AS one);
     numbered text := format(
         E'SELECT ids.id, row_number() OVER (ORDER BY ids.row_number) - 1 AS n'
-        ' FROM (SELECT given.id::bigint AS id, given.row_number FROM (\n%s\n) AS given) AS ids'
-        ' WHERE ids.id IS NOT NULL', query);
+        ' FROM (SELECT given.id::%s AS id, given.row_number FROM (\n%s\n) AS given) AS ids'
+        ' WHERE ids.id IS NOT NULL', kinds[1], query);
 BEGIN
     PERFORM tube_check_touch(shard, op, insert_chunk_size);
+    IF cardinality(kinds) > 1 THEN
+        PERFORM tube_refuse('RT005', format('tubes %s have keys of different kinds', tube_or_tubes),
+            'call this once for the tubes of each kind');
+    END IF;
+    insert_chunk_size := least(insert_chunk_size, tube_pod_size(kinds[1]));
     IF coalesce(fetch_chunk_size, 0) < 1 THEN
         PERFORM tube_refuse('RT005', 'fetch_chunk_size is at least 1', 'the default is 20000');
     END IF;

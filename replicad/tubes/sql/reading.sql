@@ -315,14 +315,15 @@ $$;
 --   pods    the number of pods
 --   last    the seq of the last pod
 --   fixed   28 bytes of each pod: seq (8), shard (4), number of ids (4), microseconds since 2000 (8), op (4, code point)
---   ids     the ids of all pods, 12 bytes each: the length, which is 8, and the id. A NULL has length -1 and no id
--- With payload there are two more columns. A row ends with the pod with which its payloads exceed $3 bytes:
+--   ids     the ids of all pods: the length (4 bytes), which is 8 for ids of kind bigint, and the id. A NULL has length -1
+--           and no id
+-- If the tube has keys of kind text, there is a column texts, which is true. With payload there are two more columns. A row ends with the pod with which its payloads exceed $3 bytes:
 --   sizes   4 bytes of each pod: the length of its payload's text in UTF-8, -1 without payload
 --   bodies  those texts, concatenated; NULL if there are none. A row in which they are longer than $3 is the last
 -- All numbers are big-endian. The statement raises RT002 if term does not hold the partition when it runs. The range
 -- may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
 --
--- ids are stored PLAIN, so the ids of a pod fit into a page, and $2 bounds a row; the size of payloads has no bound. There
+-- ids of kind bigint are stored PLAIN, so the ids of a pod fit into a page, and $2 bounds a row; the size of payloads has no bound. There
 -- are few and wide aggregates, because each costs a call per pod. Rows have less than 64 kB: with rows of 1 MB the
 -- statement takes nearly twice as long, because malloc returns memory to the system and gets it again four times a row.
 CREATE OR REPLACE FUNCTION tube_columns_sql(
@@ -342,11 +343,15 @@ DECLARE
 BEGIN
     PERFORM tube_check_partition(partitions, partition);
     range := tube_range_sql(t, partitions, partition, backfill, after, upto, NULL, true);
+    IF t.keys = 'text' THEN
+        columns := columns || ', true AS texts';
+    END IF;
     IF payload THEN
         columns := columns || ', string_agg(int4send(coalesce(octet_length(body), -1)), '''') AS sizes,'
             ' string_agg(body, '''') AS bodies';
-        source := 'SELECT * FROM (SELECT texts.*, sum(12 * cardinality(ids) + coalesce(octet_length(body), 0))'
-            ' OVER (ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before'
+        source := 'SELECT * FROM (SELECT texts.*, sum('
+            || CASE t.keys WHEN 'bigint' THEN '12 * cardinality(ids)' ELSE 'pg_column_size(ids)' END
+            || ' + coalesce(octet_length(body), 0)) OVER (ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before'
             ' FROM (SELECT half.*, convert_to(half.payload::text, ''UTF8'') AS body FROM (' || source || ') AS half'
             ') AS texts) AS measured WHERE coalesce(before, 0) < $3';
     END IF;

@@ -86,12 +86,13 @@ CREATE TABLE IF NOT EXISTS tube_parked (
     seq bigint NOT NULL,                      -- the pod's when it was parked
     op character(1) NOT NULL,
     shard integer NOT NULL,
-    ids bigint[] NOT NULL,
+    ids bigint[] NOT NULL,                    -- empty if the tube has keys of kind text
     payload jsonb,
     ts timestamptz NOT NULL,                  -- the pod's
     tries integer NOT NULL,
     error text NOT NULL,
-    parked_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    parked_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    keys text[]                               -- the ids, if the tube has keys of kind text
 );
 CREATE INDEX IF NOT EXISTS tube_parked_tube ON tube_parked (tube, parked);
 COMMENT ON TABLE tube_parked IS 'replicad: what failed too often; use tube_parked_list(), _replay() and _drop()';

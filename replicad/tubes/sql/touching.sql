@@ -1,6 +1,7 @@
 -- The functions that each tube and each attached table gets for touching by hand.
 
--- tube_touch_ensure(tube): creates {tube}_touch(shard, ids, op, payload, chunk_size). Writes that function.
+-- tube_touch_ensure(tube): creates {tube}_touch(shard, ids, op, payload, chunk_size) for keys of the tube's kind: a literal
+-- such as '{1,2}' would fit two functions. Writes that function.
 --
 -- {tube}_touch inserts pods of at most chunk_size ids in the given order and returns how many. Without ids it inserts
 -- one control pod with the payload; without ids and payload, nothing. NULLs among the ids are left out. Raises RT005.
@@ -9,9 +10,11 @@ CREATE OR REPLACE FUNCTION tube_touch_ensure(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $outer$
 DECLARE
     name text := tube_object_name(tube, '_touch');
+    keys text := (tube_find(tube)).keys;
+    other text := CASE keys WHEN 'bigint' THEN 'text' ELSE 'bigint' END;
     body text := format($body$
 DECLARE
-    touched bigint[] := ARRAY(SELECT u FROM unnest(ids) u WHERE u IS NOT NULL);
+    touched %4$s[] := ARRAY(SELECT u FROM unnest(ids) u WHERE u IS NOT NULL);
     pods bigint;
 BEGIN
     PERFORM %2$I.tube_check_touch(shard, op, chunk_size);
@@ -24,23 +27,25 @@ BEGIN
     GET DIAGNOSTICS pods = ROW_COUNT;
     RETURN pods;
 END
-$body$, tube_relation(tube), current_schema(), tube_op_sql('$3'));
+$body$, tube_relation(tube), current_schema(), tube_op_sql('$3'), keys);
 BEGIN
+    EXECUTE format('DROP FUNCTION IF EXISTS %I(integer, %s[], character, jsonb, integer)', name, other);
     IF NOT EXISTS (SELECT FROM pg_proc p
             WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
             AND p.prosrc = body) THEN
-        EXECUTE format('CREATE OR REPLACE FUNCTION %I(shard integer, ids bigint[], op character, payload jsonb = NULL,'
-            ' chunk_size integer = 250) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_temp'
-            ' AS %L', name, body);
-        EXECUTE format('COMMENT ON FUNCTION %I(integer, bigint[], character, jsonb, integer) IS %L',
-            name, 'replicad: puts ids or a control pod into tube ' || tube);
-        PERFORM tube_belong(format('FUNCTION %I(integer, bigint[], character, jsonb, integer)', name));
+        EXECUTE format('CREATE OR REPLACE FUNCTION %I(shard integer, ids %s[], op character, payload jsonb = NULL,'
+            ' chunk_size integer = %s) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_temp'
+            ' AS %L', name, keys, tube_pod_size(keys), body);
+        EXECUTE format('COMMENT ON FUNCTION %I(integer, %s[], character, jsonb, integer) IS %L',
+            name, keys, 'replicad: puts ids or a control pod into tube ' || tube);
+        PERFORM tube_belong(format('FUNCTION %I(integer, %s[], character, jsonb, integer)', name, keys));
     END IF;
 END
 $outer$;
 
 -- tube_check_touch(shard, op, chunk_size): raises RT005 for arguments that no pod can have. Writes nothing.
--- ids are stored in the row, neither compressed nor out of line. So a pod must fit into a page of 8 kB; 900 ids do.
+-- ids of kind bigint are stored in the row, neither compressed nor out of line. So a pod must fit into a page of 8 kB; 900
+-- ids do.
 CREATE OR REPLACE FUNCTION tube_check_touch(shard integer, op character, chunk_size integer) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 BEGIN
@@ -58,32 +63,46 @@ BEGIN
 END
 $$;
 
--- tube_table_touch_call(a): the statement of {table}_touch that touches one attachment's tube. Writes nothing itself.
+-- tube_table_touch_call(a): the statement of {table}_touch that touches one attachment's tube. Writes nothing itself. ids are
+-- $1 of kind bigint, or else the variable replicad_touched_keys of kind text.
 CREATE OR REPLACE FUNCTION tube_table_touch_call(a tube_attachment) RETURNS text
-LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT CASE WHEN a.routing IS NULL THEN format($sql$
-    pods := pods + %1$s(%2$s, $1, $2, $3, $4);$sql$, touch, a.shard)
-    ELSE format($sql$
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_find(a.tube);
+    types text[] := tube_key_types(a.tbl, a.key);
+    given text := CASE tube_key_kind(types) WHEN 'bigint' THEN '$1' ELSE 'replicad_touched_keys' END;  -- for the columns of the key
+    ids text := CASE t.keys WHEN 'bigint' THEN '$1' ELSE 'replicad_touched_keys' END;  -- for the tube
+    touch text := format('%I.%I', current_schema(), tube_object_name(a.tube, '_touch'));
+    rows text;
+BEGIN
+    IF a.routing IS NULL THEN
+        RETURN format($sql$
+    pods := pods + %1$s(%2$s, %3$s, $2, $3, $4);$sql$, touch, a.shard, ids);
+    END IF;
+    rows := tube_rows_sql(tube_qualified(a.tbl), a.key, t.keys, ' AND ' || tube_key_among_sql(a.key, types, given), a.routing);
+    IF tube_runs_as(a.tbl) IS NOT NULL THEN
+        rows := tube_rows_sql(tube_qualified(a.tbl), a.key, t.keys,
+            ' AND ' || tube_key_among_sql(a.key, types, '{replicad:ids}'), a.routing);
+        rows := format('SELECT r.tube_shard, r.id::%s AS id FROM %I.tube_owner_rows(%L::oid::regclass, %L'
+            ' || pg_catalog.quote_literal(%s) || %L, %L) AS r', t.keys, current_schema(), a.tbl::oid,
+            'SELECT found.tube_shard, found.id, 0 AS n FROM (' || split_part(rows, '{replicad:ids}', 1), given,
+            '::' || tube_key_kind(types) || '[]' || split_part(rows, '{replicad:ids}', 2) || ') AS found',
+            tube_path_text(a.path));
+    END IF;
+    RETURN format($sql$
     IF coalesce(cardinality($1), 0) = 0 THEN
-        pods := pods + %1$s(%2$s, $1, $2, $3, $4);
+        pods := pods + %1$s(%2$s, %4$s, $2, $3, $4);
     ELSE
         pods := pods + (
             SELECT coalesce(sum(%1$s(placed.shard, placed.ids, $2, $3, $4)), 0)
             FROM (
                 SELECT coalesce(stored.tube_shard, %2$s) & 2147483647 AS shard,
                     array_agg(given.id ORDER BY given.n) AS ids
-                FROM unnest($1) WITH ORDINALITY AS given(id, n) LEFT JOIN (%3$s) AS stored ON stored.id = given.id
+                FROM unnest(%4$s) WITH ORDINALITY AS given(id, n) LEFT JOIN (%3$s) AS stored ON stored.id = given.id
                 WHERE given.id IS NOT NULL GROUP BY 1 ORDER BY 1
             ) AS placed);
-    END IF;$sql$, touch, a.shard, CASE WHEN tube_runs_as(a.tbl) IS NULL
-            THEN tube_rows_sql(tube_qualified(a.tbl), a.key, t.keys, format(' AND %I = ANY ($1)', a.key[1]), a.routing)
-            ELSE format($sql$SELECT r.tube_shard, r.id FROM %I.tube_owner_rows(%L::oid::regclass,
-                    %L || pg_catalog.quote_literal($1) || '::bigint[])) AS found', %L) AS r$sql$, current_schema(), a.tbl::oid,
-                'SELECT found.tube_shard, found.id, 0 AS n FROM ('
-                    || tube_rows_sql(tube_qualified(a.tbl), a.key, t.keys, format(' AND %I = ANY (', a.key[1]), a.routing),
-                tube_path_text(a.path)) END)
-    END
-    FROM format('%I.%I', current_schema(), tube_object_name(a.tube, '_touch')) AS touch, tube_find(a.tube) AS t
+    END IF;$sql$, touch, a.shard, rows, ids);
+END
 $$;
 
 -- tube_check_writer(tbl): raises 42501 unless this session's role may INSERT, UPDATE or DELETE rows of the table, some
@@ -108,6 +127,7 @@ $$;
 -- {table}_touch touches every tube that the table is attached to and returns the number of pods. It ignores predicates.
 -- An id goes to the shard of its row. An id without a row (deleted) and a control pod go to the shard of the
 -- attachment. It runs with its owner's rights, so that users who write to the table may call it; others get 42501.
+-- ids are bigint[] if the key is one integer column; or else text[] of keys in any form that the types of the columns read.
 CREATE OR REPLACE FUNCTION tube_table_touch_ensure(tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $outer$
 DECLARE
@@ -115,30 +135,46 @@ DECLARE
     full_name text;
     calls text;
     path name[];
+    types text[];
+    kind text;
+    texts boolean;
     present text;
     body text;
 BEGIN
     SELECT format('%I.%I', n.nspname, tube_object_name(c.relname, '_touch')) INTO full_name
         FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = tbl;
-    SELECT string_agg(tube_table_touch_call(a), '' ORDER BY a.tube) INTO calls
+    SELECT string_agg(tube_table_touch_call(a), '' ORDER BY a.tube), (array_agg(tube_key_types(a.tbl, a.key)))[1:1],
+            bool_or((tube_find(a.tube)).keys = 'text')
+        INTO calls, types, texts
         FROM tube_attachment a WHERE a.tbl = tube_table_touch_ensure.tbl AND a.tbl = a.root;
+    types := ARRAY(SELECT unnest(types));
+    kind := tube_key_kind(types);
     SELECT array_agg(s) INTO path
         FROM tube_attachment a, unnest(a.path) s
         WHERE a.tbl = tube_table_touch_ensure.tbl AND a.tbl = a.root AND a.routing IS NOT NULL;
     body := format(
-        E'\n%s\n#variable_conflict use_column\nDECLARE\n    pods bigint := 0;\nBEGIN\n'
+        E'\n%s\n#variable_conflict use_column\nDECLARE\n    pods bigint := 0;\n%sBEGIN\n'
         '    PERFORM %I.tube_check_writer(%s);%s\n    RETURN pods;\nEND\n',
-        marker, current_schema(), tbl::oid, calls);
-    SELECT p.prosrc INTO present FROM pg_proc p
-        WHERE p.oid = to_regprocedure(full_name || '(bigint[], character, jsonb, integer)');
+        marker, CASE WHEN texts THEN format(
+            E'    replicad_touched_keys text[] := ARRAY(SELECT %s FROM unnest($1) WITH ORDINALITY AS g (u, n) WHERE u IS NOT NULL ORDER BY n);\n',
+            CASE kind WHEN 'bigint' THEN 'u::text' ELSE tube_key_text_sql(types, 'u') END) END,
+        current_schema(), tbl::oid, calls);
+    present := (SELECT p.prosrc FROM pg_proc p WHERE p.oid = to_regprocedure(format('%s(%s[], character, jsonb, integer)',
+        full_name, CASE kind WHEN 'bigint' THEN 'text' ELSE 'bigint' END)));
+    IF strpos(present, marker) > 0 THEN  -- for another key
+        EXECUTE format('DROP FUNCTION %s(%s[], character, jsonb, integer)',
+            full_name, CASE kind WHEN 'bigint' THEN 'text' ELSE 'bigint' END);
+    END IF;
+    present := (SELECT p.prosrc FROM pg_proc p
+        WHERE p.oid = to_regprocedure(format('%s(%s[], character, jsonb, integer)', full_name, kind)));
     IF strpos(present, marker) = 0 THEN
         PERFORM tube_refuse('RT005', format('function %s exists and is not ours', full_name),
             'rename it, or rename the table: attached tables have a function of that name');
     ELSIF present IS DISTINCT FROM body THEN
-        EXECUTE format('CREATE OR REPLACE FUNCTION %s(ids bigint[], op character = ''T'', payload jsonb = NULL,'
-            ' chunk_size integer = 250) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s'
-            ' SET row_security = off%s AS %L', full_name, tube_path_text(path), tube_fixed_sql(), body);
-        EXECUTE format('COMMENT ON FUNCTION %s(bigint[], character, jsonb, integer) IS %L', full_name,
+        EXECUTE format('CREATE OR REPLACE FUNCTION %s(ids %s[], op character = ''T'', payload jsonb = NULL,'
+            ' chunk_size integer = %s) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s'
+            ' SET row_security = off%s AS %L', full_name, kind, tube_pod_size(kind), tube_path_text(path), tube_fixed_sql(), body);
+        EXECUTE format('COMMENT ON FUNCTION %s(%s[], character, jsonb, integer) IS %L', full_name, kind,
             'replicad: touches ids in the tubes that the table is attached to');
     END IF;
 END

@@ -32,20 +32,21 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         CASE WHEN rows_before IS NOT NULL THEN ' AND few.ids = few.ids_before' END))
 $$;
 
--- tube_many_sql(tube, op, rows, rows_before, touched): the statements for what tube_few_sql leaves over: the ids of at
--- most a million rows of one shard are collected in one array, which is cut into pods of 250. For no rows in the
+-- tube_many_sql(tube, op, rows, rows_before, touched, size): the statements for what tube_few_sql leaves over: the ids of at
+-- most a million rows of one shard are collected in one array, which is cut into pods of `size`. For no rows in the
 -- transition table `touched` the trigger function ends there. For more rows, and if rows_before returns other ids,
 -- they insert nothing and the function goes on. Writes nothing itself.
 --
 -- This takes a quarter of the time of tube_insert_sql, which numbers, sorts and groups the rows, and which has no
 -- bound. For a single row it takes a tenth more than tube_few_sql.
-CREATE OR REPLACE FUNCTION tube_many_sql(tube text, op text, rows text, rows_before text, touched text) RETURNS text
+CREATE OR REPLACE FUNCTION tube_many_sql(tube text, op text, rows text, rows_before text, touched text, size integer)
+RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT tube_noted_sql(tube, format($sql$
         INSERT INTO %1$s (op, shard, ids)
-        SELECT %2$s, TG_ARGV[0]::integer, cut.ids[cut.k:cut.k + 249]
+        SELECT %2$s, TG_ARGV[0]::integer, cut.ids[cut.k:cut.k + %7$s - 1]
         FROM (
-            SELECT many.ids, generate_series(1, cardinality(many.ids), 250) AS k
+            SELECT many.ids, generate_series(1, cardinality(many.ids), %7$s) AS k
             FROM (SELECT ARRAY(%3$s LIMIT 1000001) AS ids%4$s OFFSET 0) AS many
             WHERE cardinality(many.ids) <= 1000000%5$s
         ) AS cut;
@@ -54,7 +55,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         END IF;
     $sql$, tube_relation(tube), op, rows,
         ', ARRAY(' || rows_before || ' LIMIT 1000001) AS ids_before',
-        CASE WHEN rows_before IS NOT NULL THEN ' AND many.ids = many.ids_before' END, touched))
+        CASE WHEN rows_before IS NOT NULL THEN ' AND many.ids = many.ids_before' END, touched, size))
 $$;
 
 -- tube_trigger_body(tube, key, kind, predicate, routing): the source of the trigger function that inserts pods for the rows
@@ -81,10 +82,11 @@ BEGIN
             event.name,
             CASE WHEN routing IS NULL THEN
                 tube_few_sql(tube, tube_op_sql(quote_literal(event.op)), event.few, event.few_before)
-                || tube_many_sql(tube, tube_op_sql(quote_literal(event.op)), event.few, event.few_before, event.touched)
+                || tube_many_sql(tube, tube_op_sql(quote_literal(event.op)), event.few, event.few_before, event.touched,
+                    tube_pod_size(kind))
             END,
             tube_noted_sql(tube, tube_insert_sql(tube, tube_op_sql(quote_literal(event.op)), 'TG_ARGV[0]::integer',
-                event.rows, routed => routing IS NOT NULL)));
+                event.rows, tube_pod_size(kind)::text, routed => routing IS NOT NULL)));
     END LOOP;
     RETURN format(E'\n#variable_conflict use_column\nBEGIN\n%s    RETURN NULL;\nEND\n', body);
 END
@@ -106,13 +108,14 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     t tube_registry := tube_find(tube);
     owner oid := tube_runs_as(tbl);
-    own boolean := predicate IS NOT NULL OR routing IS NOT NULL OR owner IS NOT NULL OR key <> '{id}';
+    fixed boolean := coalesce(predicate, routing, t.predicate) IS NOT NULL OR NOT tube_key_is_fixed(tbl, key);
+    own boolean := predicate IS NOT NULL OR routing IS NOT NULL OR owner IS NOT NULL OR key <> '{id}'
+        OR NOT tube_key_is_fixed(tbl, key);
     hash text := left(md5(concat_ws(E'\n', coalesce(predicate, '-'), coalesce(routing, '-'), path::text,
-        pg_get_userbyid(owner), nullif(key, '{id}')::text)), 12);
+        pg_get_userbyid(owner), nullif(key, '{id}')::text, nullif(fixed, false)::text)), 12);
     name text := tube_object_name(tube, CASE WHEN own THEN '_trigger_' || hash ELSE '_trigger' END);
     body text := tube_trigger_body(tube, key, t.keys, tube_where(t.predicate, predicate), routing);
     setting text := tube_path_text(CASE WHEN own THEN t.path || path ELSE t.path END);
-    fixed boolean := coalesce(predicate, routing, t.predicate) IS NOT NULL;
 BEGIN
     IF NOT EXISTS (SELECT FROM pg_proc p
             WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
@@ -189,12 +192,13 @@ BEGIN
         WHERE m = TG_RELID OR NOT EXISTS (SELECT FROM tube_attachment x WHERE x.tube = a.tube AND x.tbl = m);
     rows := tube_rows_sql(source, a.key, t.keys, tube_where(t.predicate, a.predicate), a.routing);
     IF tube_runs_as(TG_RELID) IS NOT NULL THEN
-        rows := format('SELECT r.tube_shard, r.id FROM %I.tube_owner_rows(%L::oid::regclass, %L, %L) AS r', current_schema(),
-            TG_RELID, format('SELECT %s AS tube_shard, found.id, 0 AS n FROM (%s) AS found',
+        rows := format('SELECT r.tube_shard, r.id::%s AS id FROM %I.tube_owner_rows(%L::oid::regclass, %L, %L) AS r', t.keys,
+            current_schema(), TG_RELID, format('SELECT %s AS tube_shard, found.id, 0 AS n FROM (%s) AS found',
                 CASE WHEN a.routing IS NULL THEN 'NULL' ELSE 'found.tube_shard' END, rows),
             tube_path_text(t.path || a.path));
     END IF;
-    touch := tube_insert_sql(a.tube, tube_op_sql('''D'''), a.shard::text, rows, routed => a.routing IS NOT NULL);
+    touch := tube_insert_sql(a.tube, tube_op_sql('''D'''), a.shard::text, rows, tube_pod_size(t.keys)::text,
+        routed => a.routing IS NOT NULL);
     PERFORM set_config('search_path', tube_path_text(t.path || a.path), true);
     EXECUTE touch;
     RETURN NULL;

@@ -9,6 +9,7 @@ SELECT
     c.oid::bigint AS table_oid,
     s.oid::bigint AS sequence_oid,
     (extract(epoch FROM r.created_at) * 1000000)::bigint AS made,
+    r.keys,
     CASE
         WHEN c.oid IS NULL THEN format(
             'its table %1$I.%2$I is missing: it was dropped, renamed or moved. Restore it, or create an empty one: '
@@ -159,8 +160,11 @@ WHERE c.relname = $1
 ORDER BY substring(n.nspname FROM '[0-9]+$')::numeric, n.nspname
 
 -- name: tube_desired
--- For `replicad plan`: the tubes and their tables, named by schema and table.
+-- For `replicad plan`: the tubes and their tables, named by schema and table. own_keys: the kind of keys, if it is not the
+-- kind that the tables need; key: the key of the table, if it is not the default.
 SELECT t.tube, t.partitions, t.predicate, r.on_fork,
+    nullif(t.keys, max(CASE WHEN t.key IS NULL THEN 'bigint'
+        ELSE {schema}.tube_key_kind({schema}.tube_key_types(t.tbl, t.key)) END) OVER (PARTITION BY t.tube)) AS own_keys,
     CASE WHEN c.oid IS NOT NULL THEN format('%I.%I', n.nspname, c.relname) END AS tbl,
     t.shard, t.table_predicate, t.routing,
     CASE WHEN t.key IS DISTINCT FROM {schema}.tube_key_default(t.tbl, NULL) THEN t.key END AS key

@@ -46,7 +46,7 @@ from replicad.tubes.serving.known import TUBE, KnownTubes
 from replicad.tubes.serving.leases import ExpiredLeases, Ownership, Renewals
 from replicad.tubes.serving.requests import Books, TubeRequests
 from replicad.tubes.serving.waiting import ClaimWaiters, PodWaiters, Readiness, TubeIntervals
-from replicad.tubes.untouched import load_untouched
+from replicad.tubes.untouched import TriggerLooks
 
 FEW = 5000  # pods of a tube that are counted in one pass over its table
 COUNTED = ("pods", "age_s", "backfill_pods", "backfill_age_s", "parked")  # by a look at the tables
@@ -334,7 +334,7 @@ def feature(pace: TubeIntervals = TubeIntervals()) -> Feature:
             PodBook(pools.short, pools.acks, pools.tubes, schema),
             BulkBook(pools.tubes, schema, pace.blocks),
             Backfiller(pools.housekeeping, schema, host.troubles, pace.backfills),
-            partial(load_untouched, pools.housekeeping, schema),
+            partial(TriggerLooks(schema).look, pools.housekeeping),
             HistoryBook(pools.own, schema),
         )
         service = TubeService(books, host.settings.limits, host.poller, troubles=host.troubles, pace=pace)

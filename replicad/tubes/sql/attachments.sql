@@ -37,7 +37,7 @@ BEGIN
         coalesce(shard, tube_infer_shard(tbl), before.shard, CASE WHEN routing IS NOT NULL THEN 0 END),
         predicate, routing,
         CASE WHEN predicate IS NULL AND routing IS NULL THEN '{}' ELSE tube_safe_path(path) END,
-        coalesce(key, tube_key_default(tbl, before.key)));
+        coalesce(key, tube_key_default(tbl, before.key)), tube_qualified(tbl));
     IF tube_key_kind(tube_key_types(tbl, wanted.key)) = 'text' AND NOT EXISTS (
             SELECT FROM tube_attachment a WHERE a.tube = t.tube) THEN
         t := tube_keys_ensure(t, 'text');
@@ -60,7 +60,7 @@ BEGIN
         wanted.tbl := member;
         INSERT INTO tube_attachment SELECT wanted.* ON CONFLICT ON CONSTRAINT tube_attachment_pkey DO UPDATE
             SET shard = excluded.shard, predicate = excluded.predicate, routing = excluded.routing,
-                path = excluded.path, key = excluded.key;
+                path = excluded.path, key = excluded.key, given = excluded.given;
     END LOOP;
     FOR member IN SELECT a.tbl FROM tube_attachment a
         WHERE a.tube = t.tube AND a.root = tube_table_ensure_attached.tbl AND a.tbl NOT IN (SELECT tube_members(a.root))
@@ -74,6 +74,32 @@ END
 $$;
 COMMENT ON FUNCTION tube_table_ensure_attached(text, regclass, integer, text, text, name[], name[])
     IS 'Attaches a table to a tube, or alters the attachment to be as asked';
+
+-- tube_attachment_fault(tube, tbl): why the triggers of an attached table cannot run, so that each write of it fails: a column
+-- of the key, or something that an expression names, was renamed or dropped, or has another type. NULL: they can; empty: a
+-- lock, or a right that this session lacks, keeps from finding out. Reads no row. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_attachment_fault(tube text, tbl regclass) RETURNS text
+LANGUAGE plpgsql SET search_path FROM CURRENT SET lock_timeout = '50ms' AS $$
+DECLARE
+    t tube_registry := tube_find(tube);
+    a tube_attachment;
+BEGIN
+    SELECT * INTO a FROM tube_attachment x WHERE x.tube = t.tube AND x.tbl = tube_attachment_fault.tbl;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    PERFORM tube_check_key(t, tbl, a.key);
+    PERFORM tube_check_expression(tbl, 'predicate', t.predicate, t.path);
+    PERFORM tube_check_expression(tbl, 'predicate', a.predicate, t.path || a.path);
+    PERFORM tube_check_expression(tbl, 'routing', a.routing, t.path || a.path);
+    RETURN NULL;
+EXCEPTION
+    WHEN SQLSTATE 'RT005' THEN
+        RETURN SQLERRM;
+    WHEN OTHERS THEN
+        RETURN '';
+END
+$$;
 
 -- tube_lock_table(tbl): until the transaction ends no other transaction attaches or detaches this table. Takes an
 -- advisory lock: a lock of the table itself would make its writers wait even if there is nothing to do.

@@ -89,3 +89,46 @@ SELECT u.tube, u.tbl::oid::bigint AS table_oid, u.dropped, u.shard, u.predicate,
 FROM untouched AS u
 WHERE u.number <= 3
 ORDER BY u.tube, u.number
+
+-- name: tube_parted
+-- Attached tables whose name, as it was given, leads to another table by now, which is not attached: what writes by that name
+-- is not recorded. At most three for each tube, and their number. Reads tube_attachment and catalogs only.
+WITH parted AS (
+    SELECT a.*, row_number() OVER (PARTITION BY a.tube ORDER BY a.tbl::oid) AS number, count(*) OVER (PARTITION BY a.tube) AS tables
+    FROM {schema}.tube_attachment AS a
+    JOIN pg_class AS c ON c.oid = a.tbl
+    JOIN pg_class AS other ON other.oid = to_regclass(a.given)
+    WHERE a.tbl = a.root AND other.oid <> a.tbl
+        AND NOT EXISTS (SELECT FROM {schema}.tube_attachment AS x WHERE x.tube = a.tube AND x.tbl = other.oid)
+)
+SELECT p.tube, p.given, {schema}.tube_qualified(p.tbl) AS name, p.shard, p.predicate, p.routing, p.key, p.tables,
+    (SELECT other.relkind IN ('r', 'p') FROM pg_class AS other WHERE other.oid = to_regclass(p.given)) AS attachable
+FROM parted AS p
+WHERE p.number <= 3
+ORDER BY p.tube, p.number
+
+-- name: tube_marks
+-- Something that changes with the columns of an attached table, for a part of the tables: $1 integer: how many parts, $2
+-- integer: which part. `tries`: whether its expressions are worth a trial, as they may name more than columns.
+SELECT a.tube, a.tbl::oid::bigint AS table_oid,
+    coalesce(a.predicate, a.routing, r.predicate) IS NOT NULL AS tries,
+    (SELECT bit_xor(hashtextextended(concat_ws(' ', c.attnum, c.attname, c.atttypid, c.attisdropped, c.attgenerated), 0))
+        FROM pg_attribute AS c WHERE c.attrelid = a.tbl AND c.attnum > 0) AS mark
+FROM {schema}.tube_attachment AS a
+JOIN {schema}.tube_registry AS r ON r.tube = a.tube
+JOIN pg_class AS t ON t.oid = a.tbl
+WHERE a.tbl = a.root AND a.tbl::oid::bigint % $1::integer = $2::integer
+ORDER BY a.tube, a.tbl::oid
+
+-- name: tube_failing
+-- The tables $2 oid[] of the tubes $1 text[], with `fault`, that of tube_attachment_fault, and what attaches them again.
+SELECT a.tube, a.tbl::oid::bigint AS table_oid, {schema}.tube_qualified(a.tbl) AS name, a.shard, a.predicate, a.routing, a.key,
+    {schema}.tube_attachment_fault(a.tube, a.tbl) AS fault,
+    NOT EXISTS (
+        SELECT FROM unnest(a.key) AS k (name) LEFT JOIN pg_attribute AS c
+            ON c.attrelid = a.tbl AND c.attname = k.name AND c.attnum > 0 AND NOT c.attisdropped
+        WHERE c.attname IS NULL) AS has_key
+FROM unnest($1::text[], $2::oid[]) AS w (tube, tbl)
+JOIN {schema}.tube_attachment AS a ON a.tube = w.tube AND a.tbl = w.tbl
+JOIN pg_class AS c ON c.oid = a.tbl
+ORDER BY a.tube, a.tbl::oid

@@ -133,6 +133,8 @@ async def _serve_until_signal(
             try:
                 async with open_daemon(settings, url, features, recover) as daemon:
                     running.append(daemon)
+                    gc.collect()
+                    gc.freeze()  # what serves all clients is never garbage, and full looks pass all that is not frozen
                     nursery.start_soon(parent.run)
                     if allocator := allocator_of_this_process():
                         give_back = partial(give_back_forever, allocator)

@@ -141,7 +141,7 @@ class CycleCollector(trio.abc.Instrument):
 
 
 LOOK = 2.0  # seconds
-SPARE = 8 << 20  # bytes that may be free; the next rush needs them again
+SPARE = 4 << 20  # bytes that may be free; the next rush needs them again
 CALM = 500  # tasks; with so many a collection of all objects takes up to 50 ms
 
 
@@ -161,6 +161,7 @@ async def give_back_forever(allocator: GlibcAllocator, calm: int = CALM) -> None
         if min(free, last) > kept + SPARE or (full is not None and (is_calm or _collections() > full)):
             emptied = is_calm or (full is not None and _collections() > full)
             if is_calm:
+                await trio.lowlevel.checkpoint()  # the look at free memory took up to 20 ms
                 gc.collect()
             full = None if emptied else _collections()
             await trio.to_thread.run_sync(allocator.give_back)

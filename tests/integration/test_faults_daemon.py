@@ -258,7 +258,8 @@ async def test_a_flood_of_connections_leaves_existing_sessions_and_the_health_ch
             ping = [sys.executable, "-m", "replicad", "ping", "--timeout", str(PATIENCE), str(address)]
             answered = await trio.run_process(ping, capture_stdout=True, check=False)
             assert answered.returncode == 0
-        assert daemon.hub.statistics().refused >= 900
+        turned_away = daemon.hub.statistics()  # refused, or admitted and cut for a newer one: it depends on their pace
+        assert turned_away.refused + turned_away.newcomers_cut >= 900
 
 
 async def test_ids_that_go_back_begin_a_generation_and_never_pass_in_silence(events: Database, netcat: Connect) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
 import trio
 
+from replicad.client.attempts import CLEAN
 from replicad.client.refusals import may_pass
 from replicad.client.trio_client import TrioClient, when_ready
 from replicad.errors import LeaseHeld, LeaseLost, ReplicadError
@@ -29,10 +30,27 @@ RETRIES = 10  # of a failed renewal in a time to live
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A lease that this process may still hold in Postgres: its term, and until when calls under it may still act."""
+    """A lease that this process may still hold in Postgres: its term, and until when calls under it may still act.
+
+    `clean`: it was not lost during a call.
+    """
 
     term: int
     until: float
+    clean: bool
+
+
+async def give_back(client: TrioClient, tube: str, part: Part, past: Past) -> None:
+    """Release a lease, and say that it ends cleanly, if it does. Raises ReplicadError."""
+    await note_end(client, tube, part, past)
+    await client.release(tube, part, past.term)
+
+
+async def note_end(client: TrioClient, tube: str, part: Part, past: Past) -> None:
+    """Say that a lease ends cleanly, if it does and is still held. Raises ReplicadError."""
+    if past.clean:
+        with suppress(LeaseLost):
+            await client.attempt(tube, part, past.term, CLEAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +93,7 @@ class Holding:
         """
         if past is not None:
             await trio.sleep_until(past.until)
-            await claims.client.release(self._tube, self._part, past.term)
+            await give_back(claims.client, self._tube, self._part, past)
         while True:
             ready = trio.Event()
             when_ready(claims.client, self._tube, self._part, ready.set)
@@ -128,7 +146,8 @@ class Holding:
 
         A cancelled call may still take effect, so no other worker may get its ids before the deadline.
         """
-        return Past(self.term, self._deadline() if busy else 0.0)
+        over = self._lost is not None or trio.current_time() >= self._deadline()
+        return Past(self.term, self._deadline() if busy else 0.0, clean=not (busy and over))
 
     def _deadline(self) -> float:
         return self._asked + self._ttl

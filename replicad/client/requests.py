@@ -35,6 +35,7 @@ from replicad.tubes.commands import (
     Ack,
     Acked,
     Arrow,
+    Attempt,
     Claim,
     CursorAt,
     Keep,
@@ -564,6 +565,16 @@ class ClientRequests:
         """Park ids that keep failing (none: the whole pod), with the error; returns how many."""
         request = park_request(tube, part, term, seq, ids, tries=tries, error=error)
         return _one(request, Parked, lambda answer: answer.ids)
+
+    @asked
+    def attempt(
+        self, tube: str, part: Part, term: int, note: Mapping[str, object] | None = None
+    ) -> WholeRequest[dict[str, Any] | None]:
+        """Store what the reader of a partition is doing (None: leave it), for the reader after it; returns the note
+        before, which may be of another reader. Raises LeaseLost.
+        """
+        request = Attempt(tube, part, term, "" if note is None else json.dumps(note, separators=(",", ":")))
+        return _one(request, Attempt, lambda answer: json.loads(answer.note) if answer.note else None)
 
     @asked
     def report(self, tube: str, reporter: str, counts: Mapping[str, object]) -> WholeRequest[None]:

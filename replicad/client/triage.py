@@ -37,7 +37,7 @@ class Trial:
 
     `tries`: how often the one id has failed alone; `before`: the number of successes when its first try alone began,
     and `began`: when the present call began. `again`: the id was processed before, and is processed once more.
-    `probe`: the call began in doubt.
+    `probe`: the call began in doubt. `alone`: no other call runs in the process meanwhile.
     """
 
     touches: Sequence[Touch]
@@ -47,6 +47,7 @@ class Trial:
     began: int = 0
     again: bool = False
     probe: bool = False
+    alone: bool = False
 
 
 @dataclass(order=True, slots=True)
@@ -95,6 +96,8 @@ class Triage:
         self._proof: Touch | None = None  # an id that was processed
         self._proof_at = 0.0
         self.successes = 0
+        self.most = batch_ids  # ids in a trial
+        self.is_suspect: Callable[[Touch], bool] | None = None  # whether an id is tried alone
 
     @property
     def in_doubt(self) -> bool:
@@ -168,7 +171,12 @@ class Triage:
 
     def _take_new(self, lane: Lane) -> Trial:
         newest = self._in_a_row > 0 and self._turn % 2 == 0  # the ids behind the ids that fail may be good
-        return Trial(self._ledger.take(self._size, lane, newest=newest), lane)
+        touches = self._ledger.take(min(self._size, self.most), lane, newest=newest)
+        if self.is_suspect is not None:
+            suspects = [touch for touch in touches if self.is_suspect(touch)]
+            self._parts.extend(Trial((touch,), alone=True) for touch in suspects)
+            touches = [touch for touch in touches if touch not in suspects]
+        return Trial(touches, lane) if touches else self._parts.popleft()
 
     def _probe(self, now: float) -> Trial | None:
         """One id of all that wait. New ids, ids of failed trials, and ids that have failed alone take turns.
@@ -189,10 +197,11 @@ class Triage:
                 place = self._any_of(self._parts)
                 touches = list(self._parts[place].touches)
                 one = touches.pop(self._any_of(touches))
+                alone = self._parts[place].alone
                 self._parts[place].touches = touches
                 if not touches:
                     del self._parts[place]
-                return Trial((one,))
+                return Trial((one,), alone=alone)
             case _:
                 return heapq.heappop(min(timed, key=lambda heap: heap[0])).trial
 
@@ -246,6 +255,10 @@ class Triage:
             return True
         self._wait(self._unproven if enough else self._alone, now + self._backoff.whole(trial.tries - 1), trial)
         return False
+
+    def drop(self, trial: Trial) -> None:
+        """The ids of a trial are parked without a call."""
+        self._end(trial)
 
     def _end(self, trial: Trial) -> None:
         self._running[trial.lane] -= 1

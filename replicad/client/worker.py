@@ -11,15 +11,26 @@ partition has pods or its lease is free.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import trio
 
-from replicad.client.leases import ClaimConnection, Holding, LeaseKeeper, OpenClient, Past, new_key, word_of
+from replicad.client.attempts import CAREFUL_IDS, Attempts, Turns, control_key, row_key
+from replicad.client.leases import (
+    ClaimConnection,
+    Holding,
+    LeaseKeeper,
+    OpenClient,
+    Past,
+    give_back,
+    new_key,
+    note_end,
+    word_of,
+)
 from replicad.client.ledger import FRUITLESS_STEPS, ROW_BYTES, Ledger, StaleIds, Touch, collect
 from replicad.client.refusals import may_pass
 from replicad.client.requests import Pod, garbage_before
@@ -42,6 +53,7 @@ from replicad.nurseries import open_plain_nursery
 from replicad.protocol.tokens import START, Cursor
 from replicad.retry import Backoff
 from replicad.tubes.commands import Part
+from replicad.tubes.keys import Key
 
 Handle = Callable[["Batch"], Awaitable[None]]
 HandleControl = Callable[[Pod], Awaitable[None]]
@@ -113,6 +125,7 @@ class Work:
     key: str = field(default_factory=new_key)
     past: dict[Part, Past] = field(default_factory=dict)
     unproven: set[int] = field(default_factory=set)
+    turns: Turns = field(default_factory=Turns)
     ledgers: list[Ledger] = field(default_factory=list)  # of the partitions under a lease, which share the memory
 
 
@@ -159,6 +172,7 @@ class Partition:
             backoff=Backoff(settings.backoff_first, settings.backoff_cap),
             without_proof=self._unproven_once,
         )
+        self._attempts = Attempts(client, work.tube, part)
         self._cursor = START
         self._one_by_one = 0  # pods to read alone, because a read of several has failed
         self._failed_reads = 0  # of the next pod
@@ -188,6 +202,8 @@ class Partition:
             self._work_for.ledgers.append(self._ledger)
             with lease.scope, self._keeper.keeping(lease):
                 await self._work_for.history.enter(self._client, lease.generation)
+                await self._attempts.begin(lease.term)
+                self._set_care()
                 async with open_plain_nursery() as nursery:
                     await self._work(nursery)
         finally:
@@ -211,6 +227,14 @@ class Partition:
             if not came:
                 with trio.move_on_at(min(self._triage.due(), self._read_due())):
                     await self._stirred.wait()
+
+    def _set_care(self) -> None:
+        """Make the calls as small as the state of the attempts requires."""
+        attempts, triage = self._attempts, self._triage
+        settings = self._settings
+        careful = max(1, min(settings.batch_ids, CAREFUL_IDS // settings.parallelism))
+        triage.most = careful if attempts.careful else settings.batch_ids
+        triage.is_suspect = (lambda touch: attempts.is_suspect(row_key(touch))) if attempts.careful else None
 
     def _begin_calls(self, nursery: trio.Nursery) -> None:
         while (trial := self._triage.next(trio.current_time())) is not None:
@@ -260,6 +284,9 @@ class Partition:
         self._failed_reads = 0
         self._one_by_one = max(0, self._one_by_one - 1)
         self._cursor = found.end.cursor
+        if self._attempts.careful:
+            await self._attempts.relax(empty=not found and not self._ledger.pods)
+            self._set_care()
         if not found and not self._ready:
             self._read_at = trio.current_time() + settings.poll
         for pod in found:
@@ -306,9 +333,13 @@ class Partition:
     async def _call_control(self, nursery: trio.Nursery) -> None:
         """Give the control pods to the user's function, in their order. A pod that fails is tried again beside."""
         async for pod, before in self._next_controls:
-            assert self._work_for.control is not None
             successes = self._triage.successes
-            error = await self._attempt(self._work_for.control, pod)
+            if (verdict := self._attempts.verdict(control_key(pod.seq))) is not None:
+                if await self._put_aside(pod.seq, [], 1, verdict):
+                    self._ledger.forget(pod.seq)
+                    self._stirred.set()
+                continue
+            error = await self._try_control(pod)
             if error is None:
                 self._end_hold(pod, before)
             else:
@@ -323,7 +354,6 @@ class Partition:
 
     async def _retry_control(self, pod: Pod, before: int | None, failure: Exception, successes: int) -> None:
         """Give a control pod to the user's function until it succeeds or is parked. Other pods go on meanwhile."""
-        assert self._work_for.control is not None
         error: Exception | None = failure
         tries = 1
         while error is not None:
@@ -334,8 +364,21 @@ class Partition:
                 return
             await trio.sleep(self._pause(tries - 1))
             tries += 1
-            error = await self._attempt(self._work_for.control, pod)
+            error = await self._try_control(pod)
         self._end_hold(pod, before)
+
+    async def _try_control(self, pod: Pod) -> Exception | None:
+        assert self._work_for.control is not None
+        async with self._call_about(pod):
+            return await self._attempt(self._work_for.control, pod)
+
+    @asynccontextmanager
+    async def _call_about(self, pod: Pod) -> AsyncIterator[None]:
+        """A call because of a control pod during the block."""
+        key = control_key(pod.seq)
+        alone = self._attempts.is_suspect(key)
+        async with self._work_for.turns.turn(alone=alone), self._attempts.call([key], alone=alone):
+            yield
 
     async def _ack(self) -> None:
         if finished := self._ledger.take_finished():
@@ -346,11 +389,12 @@ class Partition:
 
     async def _collect(self, pod: Pod, before: int) -> None:
         """Collect the garbage of a shard; called when all earlier pods are done."""
-        assert self._work_for.stale_ids is not None
         say = self._log.bind(shard=pod.shard, seq=pod.seq)
         try:
+            if (verdict := self._attempts.verdict(control_key(pod.seq))) is not None:
+                raise verdict
             garbage = await collect(
-                self._work_for.stale_ids,
+                partial(self._stale_ids, pod),
                 self._ledger,
                 pod,
                 before,
@@ -368,6 +412,11 @@ class Partition:
             self._ledger.let_go(pod.seq)
         self._stirred.set()
 
+    async def _stale_ids(self, pod: Pod, shard: int, before: int, limit: int) -> Sequence[Key]:
+        assert self._work_for.stale_ids is not None
+        async with self._call_about(pod):
+            return await self._work_for.stale_ids(shard, before, limit)
+
     async def _wait_processed(self) -> None:
         self._stirred.set()  # there is something to process
         await self._processed.wait()
@@ -376,11 +425,18 @@ class Partition:
 
     async def _process(self, trial: Trial) -> None:
         """Process the ids of a trial; what becomes of ids for which it fails is decided by the triage."""
-        began = trio.current_time()
+        keys = [row_key(touch) for touch in trial.touches] if self._attempts.careful else []
+        if trial.alone and (verdict := self._attempts.verdict(keys[0])) is not None:
+            self._triage.drop(trial)
+            self._to_park.send_nowait((trial.touches[0], trial.tries, verdict))
+            self._stirred.set()
+            return
         whole = Batch(self._tube, tuple(trial.touches), self.part, self._lease.term)
         self._work_for.history.note(self._lease.generation, max(touch.seq for touch in whole.touches))
-        error = await self._attempt(self._work_for.handle, whole)
-        now = trio.current_time()
+        async with self._work_for.turns.turn(alone=trial.alone), self._attempts.call(keys, alone=trial.alone):
+            began = trio.current_time()
+            error = await self._attempt(self._work_for.handle, whole)
+            now = trio.current_time()
         if error is None:
             self._triage.succeeded(trial, now, slow=now - began > self._settings.call_timeout / 4)
             self._work_for.unproven.discard(self.part.partition)
@@ -459,6 +515,7 @@ class Partition:
             for (seq, tries, _), (ids, error) in alike.items():
                 if not await self._put_aside(seq, ids, tries, error):
                     return
+            self._attempts.forget(row_key(touch) for touch, _, _ in failed)
             self._finish([touch for touch, _, _ in failed])
 
 
@@ -598,7 +655,7 @@ class Worker:
             await trio.sleep_until(past.until)
             with suppress(ReplicadError):
                 async with self._work.open_client() as client:
-                    await client.release(self._work.tube, part, past.term)
+                    await give_back(client, self._work.tube, part, past)
 
     async def _release_idle(self) -> None:
         """The worker ends: release its leases, so that others can begin at once.
@@ -606,12 +663,11 @@ class Worker:
         A cancelled call may still take effect: the lease of a partition where there was one expires instead.
         """
         now = trio.current_time()
-        idle = {part: past for part, past in self._work.past.items() if past.until <= now}
-        if idle:
+        if self._work.past:
             with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
                 async with self._work.open_client() as client:
-                    for part, past in idle.items():
-                        await client.release(self._work.tube, part, past.term)
+                    for part, past in self._work.past.items():
+                        await (give_back if past.until <= now else note_end)(client, self._work.tube, part, past)
 
     async def _ask_for_partitions(self) -> int:
         backoff = Backoff(first=0.2, cap=10.0)

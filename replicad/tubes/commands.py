@@ -34,6 +34,7 @@ _PART = re.compile(r"[0-9]{1,5}/[0-9]{1,5}").fullmatch
 MAX_KEPT = 1000  # terms in a KEEP: a few milliseconds in Postgres
 LONGEST_KEEP = MAX_KEPT * 20 + 1024  # characters: terms of 19 digits, commas, and the words before
 MAX_COUNTS = 4096  # characters of what a REPORT counts
+MAX_NOTE = 15_000  # characters of the note of an ATTEMPT: a few hundred ids, in a line of the usual length
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,16 @@ def _counts(command: str, what: str, found: str) -> str:
     return found
 
 
+def _note(command: str, what: str, found: str) -> str:
+    if len(found) > MAX_NOTE or not isinstance(json_value(command, found), dict):
+        raise bad(command, f"{what} is a JSON object of up to {MAX_NOTE} characters, got {found[:40]!r}")
+    return found
+
+
 PART = Kind("part", lambda command, _, found: Part.parse(command, found))
 CURSOR = Kind("cursor", lambda _command, _, found: Cursor.parse(found))
 _COUNTS = Kind("json_object", _counts, longest=1 << 30)
+_NOTE = Kind("json_object", _note, longest=1 << 30)
 _PARTITION = "partition/partitions"
 _READY_WAITS = "ready needs wait: for how many seconds READY is wanted"
 
@@ -310,6 +318,20 @@ class Parked(Command):
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
     ids: int = word("ids", INTEGER)
+
+
+@command("ATTEMPT", Side.BOTH, verb="work", on="tube", answer="ATTEMPT")
+class Attempt(Command):
+    """ATTEMPT: stores what the reader of a partition is doing, a JSON object; answered by the object before.
+
+    Without an object the stored one stays. It outlives the lease, so that a reader finds what the reader before it was
+    doing when it ended. The server does not read it. An answer without an object: none was stored.
+    """
+
+    tube: str = word("tube")
+    part: Part = word(_PARTITION, PART)
+    term: int = word("term", INTEGER)
+    note: str = text("{...}", _NOTE, empty=True, default="")
 
 
 @command("REPORT", Side.BOTH, verb="report", on="tube", answer="REPORT")

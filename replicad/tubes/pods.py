@@ -271,6 +271,13 @@ class PodBook:
         )
         return parked
 
+    async def attempt(self, tube: str, part: Part, term: int, note: str) -> str:
+        """Store the note of a partition's reader (empty: leave it); returns the note before. Raises as `ack`."""
+        before: str | None = await call_value(
+            self._ack_db, self._schema, "tube_attempt_put", *_fence(tube, part, term), note or None
+        )
+        return before or ""
+
     async def report(self, tube: str, reporter: str, counts: str) -> None:
         """Store the counts of a reader, a JSON object. Raises UnknownTube."""
         await call_value(self._db, self._schema, "tube_report_put", tube, reporter, counts)

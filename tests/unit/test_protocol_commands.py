@@ -148,6 +148,8 @@ CASES = [
     ),
     Case("PARK cities 1/4 812 5 * 3 bad", C, c.Park("cities", Part(1, 4), 812, 5, (), 3, "bad")),
     Case("PARKED cities 1/4 2", S, c.Parked("cities", Part(1, 4), 2)),
+    Case('ATTEMPT cities 1/4 812 {"calls": ["3/17"]}', C, c.Attempt("cities", Part(1, 4), 812, '{"calls": ["3/17"]}')),
+    Case("ATTEMPT cities 1/4 812", S, c.Attempt("cities", Part(1, 4), 812)),
     Case('REPORT cities copy {"batch": 3, "lag": 0.5}', C, c.Report("cities", "copy", '{"batch": 3, "lag": 0.5}')),
     Case("REPORT cities copy", S, c.Report("cities", "copy")),
 ]

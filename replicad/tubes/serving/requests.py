@@ -26,6 +26,7 @@ from replicad.tubes.commands import (
     MAX_KEPT,
     Ack,
     Acked,
+    Attempt,
     Claim,
     CursorAt,
     Keep,
@@ -354,6 +355,7 @@ class TubeRequests:
             Pods: self._read,
             Ack: self._ack,
             Park: self._park,
+            Attempt: self._attempt,
             Report: self._report,
             Seen: self._seen,
         }
@@ -365,7 +367,7 @@ class TubeRequests:
             async def answer_known(command: Any) -> None:
                 if peer.access.limited:  # a tube that the client may not know gets the answer of an absent tube
                     await self._known.find(command.tube, peer.access.lists)
-                    if isinstance(command, (Renew, Release, Pods, Ack, Park)):
+                    if isinstance(command, (Renew, Release, Pods, Ack, Park, Attempt)):
                         await self._ownership.check(peer, command.tube, command.term)
                 await each(peer, command)
 
@@ -456,6 +458,11 @@ class TubeRequests:
         found = await self._history.seen(command.tube, command.generation, command.seq)
         since = None if found.since is None else round(found.since.timestamp() * 1_000_000)
         session.post(replace(command, state=found.state, shared=found.shared, since=since))
+
+    async def _attempt(self, session: Peer, command: Attempt) -> None:
+        await self._known.refuse_broken(command.tube)
+        note = await self._pods.attempt(command.tube, command.part, command.term, command.note)
+        session.post(Attempt(command.tube, command.part, command.term, note))
 
     async def _report(self, session: Peer, command: Report) -> None:
         await self._known.find(command.tube)

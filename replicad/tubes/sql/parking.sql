@@ -90,6 +90,27 @@ END
 $$;
 COMMENT ON FUNCTION tube_parked_drop(text, bigint[]) IS 'Forgets what failed too often';
 
+-- tube_attempt_put(tube, partitions, partition, term, note): stores what the reader of a partition is doing; returns the note
+-- before, which may be of a lease before. NULL: only returns it. Raises RT002, RT005. Locks the lease's row, writes
+-- tube_attempt.
+CREATE OR REPLACE FUNCTION tube_attempt_put(tube text, partitions integer, partition integer, term bigint, note jsonb)
+RETURNS jsonb
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    before jsonb;
+BEGIN
+    PERFORM tube_check_partition(partitions, partition);
+    PERFORM tube_lease_hold(tube, partitions, partition, term);
+    SELECT a.note INTO before FROM tube_attempt a WHERE a.tube = tube_attempt_put.tube
+        AND (a.partitions, a.partition) = (tube_attempt_put.partitions, tube_attempt_put.partition);
+    IF note IS NOT NULL THEN
+        INSERT INTO tube_attempt AS a VALUES (tube, partitions, partition, note)
+            ON CONFLICT ON CONSTRAINT tube_attempt_pkey DO UPDATE SET note = excluded.note;
+    END IF;
+    RETURN before;
+END
+$$;
+
 -- tube_report_put(tube, reporter, counts): stores the report of a reader of the tube, in place of its last one. Reports
 -- that are older than a week are deleted, and all but the newest 100. Raises RT001, RT005. Writes tube_report.
 CREATE OR REPLACE FUNCTION tube_report_put(tube text, reporter text, counts jsonb) RETURNS void

@@ -134,6 +134,17 @@ CREATE TABLE IF NOT EXISTS tube_missed (
 );
 COMMENT ON TABLE tube_missed IS 'replicad: changes that a tube may have missed; a backfill ends them';
 
+-- tube_attempt: what the reader of a partition was doing, for the reader after it. Its lease ends with the process, and the
+-- row stays. Written by tube_attempt_put.
+CREATE TABLE IF NOT EXISTS tube_attempt (
+    tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
+    partitions integer NOT NULL,
+    partition integer NOT NULL,
+    note jsonb NOT NULL,                      -- the text of the reader; the database does not read it
+    PRIMARY KEY (tube, partitions, partition)
+);
+COMMENT ON TABLE tube_attempt IS 'replicad: what the readers of partitions were doing when they noted it';
+
 -- tube_report: the last report of each reader of a tube. Written by tube_report_put.
 CREATE TABLE IF NOT EXISTS tube_report (
     tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,

@@ -407,6 +407,14 @@ class TableUnreadable(DatabaseError):
     code = "table_unreadable"
 
 
+class RowsUnproven(DatabaseError):
+    """The session cannot be shown to see every row as it was when the pods were committed, or later. So a row that it
+    does not find may still be there, and a row that it finds may be old.
+    """
+
+    code = "rows_unproven"
+
+
 class SparkFailed(ReplicadError):
     """Spark ended a query for a reason of its own, or code of the user's did; the message is its sentence."""
 

@@ -1,7 +1,11 @@
 """Enrichment: look up the current rows of touched ids. An id without a row becomes a delete.
 
-Runs in a task, or on the driver for garbage collection. Every statement begins after the touch was committed, so the
-row that it finds is never older than the touch. This needs the primary: a standby may lag behind.
+Runs in a task, or on the driver for garbage collection. That a row is not found proves a delete only if the statement
+sees every row, as of the commit of the touch or later. So each statement that looks rows up also looks for the pods of
+their touches, in the same snapshot: a pod is written in the transaction that changes the row, and stays in the tube
+until the batch is acked. A statement that does not see the pods runs on a standby or a copy that lags, on another
+database, or under a snapshot that is too old. A standby is refused in any case, and so is a session in which row
+security could hide rows: Postgres gives an error for such a table while `row_security` is off.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from replicad.errors import (
     DatabaseError,
     DatabaseRefused,
     DatabaseUnavailable,
+    RowsUnproven,
     TableUnreadable,
     UsageError,
     ValueUnheld,
@@ -25,11 +30,20 @@ from replicad.errors import (
 from replicad.spark.database import PATIENCE, patiently
 from replicad.spark.tables import ADDED, UNHELD, Layout
 from replicad.spark.touches import TOUCH_SCHEMA, chunks_by_shard
-from replicad.sqlstates import NO_TABLE, WRONG_QUERY, means
+from replicad.sqlstates import NO_RIGHT, NO_TABLE, WRONG_QUERY, means
 
 CHUNK = 10_000  # ids in one query; larger queries are not faster and hold more rows in memory
+NOTHING = "SELECT WHERE $1::bigint[] IS NULL"  # for the proof alone, with the parameters of a look-up
 _TRIED = 20  # tables that are tried to find out whether any can be read
 KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
+_THERE, _STANDBY, _HIDES, _SEEN = "_there", "_standby", "_hides", "_seen"
+_PROOF = f"""
+SELECT pg_catalog.pg_is_in_recovery() AS {_STANDBY},
+  pg_catalog.current_setting('row_security') OPERATOR(pg_catalog.<>) 'off' AS {_HIDES},
+  (SELECT count(*) FROM {{pods}} p WHERE p.seq = ANY ($2)) AS {_SEEN}"""
+_WITH_PROOF = """
+SELECT proof.*, found.* FROM ({proof}) proof LEFT JOIN (SELECT true AS {there}, looked.* FROM ({query}) looked) found
+ON true"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +59,13 @@ class EnrichedRows:
 @dataclass(frozen=True, slots=True)
 class Enricher:
     """Loads the rows of touched ids. `url` is the Postgres of the rules without a `database`; `layout` is from
-    `tables.find_layout`. The rows of a shard in `purged` are deleted if there is no table for it.
+    `tables.find_layout`. `pods` is the SQL name of the tube's table, which is in the database of the rows. The rows of
+    a shard in `purged` are deleted if there is no table for it.
     """
 
     url: str
     layout: Layout
+    pods: str
     chunk: int = CHUNK
     patience: float = PATIENCE
     purged: frozenset[int] = frozenset()
@@ -70,6 +86,7 @@ class Enricher:
             TableUnreadable: the table of a shard was dropped, lost a column or its rights.
             ColumnsChanged: a table has columns that the layout does not have, or values that its types do not hold.
             ValueUnheld: some rows hold what Arrow cannot hold.
+            RowsUnproven: the session may not see all rows, or not as of the touches.
             UsageError: no rule has a table for the shard of a touch.
         """
         for shard, chunk in chunks_by_shard(touches, self.chunk):
@@ -89,6 +106,31 @@ class Enricher:
                 found[shard] = str(error)
         return found
 
+    def prove(self) -> None:
+        """On the driver, before the query starts: check that look-ups will be able to prove what they see.
+
+        Raises:
+            UsageError: a database has no such tube, or its role may not read the pods.
+            RowsUnproven: it is a standby, or the session does not keep its settings.
+            DatabaseError: it cannot be used.
+        """
+        no_ids = pa.array([], pa.int64())
+        for url in dict.fromkeys([source.rule.database or self.url for source in self.layout.sources]):
+            try:
+                self._fetch(url, NOTHING, no_ids, no_ids)
+            except DatabaseError as error:
+                if means(error.sqlstate, NO_TABLE):
+                    raise UsageError(
+                        f"[enrich] database has no tube {self.pods}, so a row that is missing there may not have been "
+                        "deleted; give the database of the daemon's tube"
+                    ) from error
+                if means(error.sqlstate, NO_RIGHT):
+                    raise UsageError(
+                        "[enrich] database: the role may not read the pods, which prove that a missing row was "
+                        f"deleted: {error}; run: GRANT SELECT ON {self.pods} TO role; and GRANT USAGE on its schema"
+                    ) from error
+                raise
+
     def reads_any(self, *, except_for: Collection[int]) -> bool:
         """Whether the table of any other shard can be read."""
         others = [shard for source in self.layout.sources for shard in source.examples if shard not in except_for]
@@ -100,15 +142,17 @@ class Enricher:
             covered = "; ".join(f"{source.rule.shards.text}: {source.rule.table}" for source in self.layout.sources)
             raise UsageError(f"shard {shard} was touched, but no table was named for it (there are {covered})")
         ids = touched.column("id").combine_chunks()
+        seqs = pc.unique(touched.column("seq"))
         database, query = located
         try:
-            found = patiently(database or self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
+            found = self._fetch(database or self.url, query, ids, seqs)
         except DatabaseError as error:
             if not means(error.sqlstate, WRONG_QUERY) or isinstance(error, (DatabaseUnavailable, DatabaseRefused)):
                 raise
             if shard not in self.purged or not means(error.sqlstate, NO_TABLE):
                 text = f"the table of shard {shard} cannot be read: {error}"
                 raise TableUnreadable(text, sqlstate=error.sqlstate) from error
+            self._fetch(database or self.url, NOTHING, ids, seqs)
             found = self.layout.schema.empty_table()
         if ADDED in found.column_names and found.num_rows and (names := found.column(ADDED)[0].as_py()):
             raise ColumnsChanged(f"the table of shard {shard} has new columns: {names}")
@@ -119,16 +163,47 @@ class Enricher:
             raise ColumnsChanged(f"the table of shard {shard} has another type: {str(error)[:200]}") from error
         known = rows.column(self.layout.id)
         absent = touched.filter(pc.invert(pc.is_in(ids, value_set=known.combine_chunks())))
-        seqs = touched.column("seq").take(pc.index_in(known, value_set=ids))
+        last = touched.column("seq").take(pc.index_in(known, value_set=ids))
         shards = pa.repeat(pa.scalar(shard, pa.int32()), len(rows))
-        writes = rows.append_column(KEYS.field("_shard"), shards).append_column(KEYS.field("_seq"), seqs)
+        writes = rows.append_column(KEYS.field("_shard"), shards).append_column(KEYS.field("_seq"), last)
         return EnrichedRows(writes, absent.rename_columns(["_shard", self.layout.id, "_seq"]))
 
+    def _fetch(self, url: str, query: str, ids: pa.Array, seqs: pa.Array) -> pa.Table:
+        """The rows, with the proof that the statement has seen all of them."""
+        proof = _PROOF.format(pods=self.pods)
+        statement = _WITH_PROOF.format(proof=proof, there=_THERE, query=query)
+        lists = pa.list_(pa.int64())
+        parameters = pa.record_batch([pa.array([ids], lists), pa.array([seqs], lists)], names=["ids", "seqs"])
 
-def _fetch(driver: Any, query: str, ids: pa.Array) -> pa.Table:
-    with driver.cursor() as cursor:
-        cursor.execute(query, parameters=pa.record_batch([pa.array([ids], pa.list_(pa.int64()))], names=["ids"]))
-        return cursor.fetch_arrow_table()
+        def work(driver: Any) -> pa.Table:
+            with driver.cursor() as cursor:
+                cursor.execute(statement, parameters=parameters)
+                return cursor.fetch_arrow_table()
+
+        found = patiently(url, work, patience=self.patience)
+        self._check_proof(found, seqs)
+        return found.filter(pc.is_valid(found.column(_THERE)))
+
+    def _check_proof(self, found: pa.Table, seqs: pa.Array) -> None:
+        """Raises RowsUnproven if the statement may not have seen every row as of the pods."""
+        proof = {name: found.column(name)[0].as_py() for name in (_STANDBY, _HIDES, _SEEN)}
+        unsure = "so a row that is not found may still be there; no row was deleted or written downstream"
+        if proof[_STANDBY]:
+            raise RowsUnproven(
+                f"[enrich] database is a standby, which may lag behind the tube, {unsure}; give the URL of the primary"
+            )
+        if proof[_HIDES]:
+            raise RowsUnproven(
+                f"row_security is not `off` in this session, {unsure}; does a pooler share connections between "
+                "transactions? Give the URL of Postgres itself"
+            )
+        if proof[_SEEN] != len(seqs):
+            bounds = pc.min_max(seqs).as_py()
+            raise RowsUnproven(
+                f"[enrich] database sees {proof[_SEEN]} of {len(seqs)} pods ({bounds['min']} to {bounds['max']}) in "
+                f"{self.pods}, {unsure}; is it the database of the daemon's tube, and not a copy? Or has another query "
+                "acked the pods?"
+            )
 
 
 def _check_held(rows: pa.Table, id_: str, shard: int) -> None:

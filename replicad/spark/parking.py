@@ -23,7 +23,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replicad.client.blocking_client import BlockingClient
-from replicad.errors import ColumnsChanged, DatabaseError, DatabaseRefused, DatabaseUnavailable, RowRefused, ValueUnheld
+from replicad.errors import (
+    ColumnsChanged,
+    DatabaseError,
+    DatabaseRefused,
+    DatabaseUnavailable,
+    RowRefused,
+    RowsUnproven,
+    ValueUnheld,
+)
 from replicad.eventlog import get_logger
 from replicad.protocol.tokens import START
 from replicad.spark.arrow import PodReader
@@ -111,7 +119,7 @@ def _search(
                 for changes in enricher.changes(piece):
                     trial(changes)
                 fine += piece.num_rows
-            except (DatabaseUnavailable, DatabaseRefused, ColumnsChanged):
+            except (DatabaseUnavailable, DatabaseRefused, ColumnsChanged, RowsUnproven):
                 raise
             except ValueUnheld as error:
                 unheld += len(error.reasons)

@@ -25,6 +25,7 @@ from replicad.errors import (
     DownstreamUnavailable,
     LeaseLost,
     ReplicadError,
+    RowsUnproven,
     SparkFailed,
     UsageError,
     ValueUnheld,
@@ -33,7 +34,7 @@ from replicad.eventlog import get_logger
 from replicad.retry import Backoff
 from replicad.spark.checkpoint import PARKED, Checkpoint, open_checkpoint
 from replicad.spark.columns import TEXT, ColumnType
-from replicad.spark.database import forget
+from replicad.spark.database import forget, quote
 from replicad.spark.enrich import KEYS, EnrichedRows, Enricher
 from replicad.spark.explaining import explain
 from replicad.spark.holding import TubeHold, holder_name
@@ -113,6 +114,7 @@ def make_enricher(config: PipelineConfig, known: Known | None = None) -> Enriche
 
     Raises:
         UsageError: a table or column is missing; columns are new or have wider types, and the pipeline shall stop then.
+        RowsUnproven: a database is a standby, or does not keep the settings of its sessions.
         DatabaseError: Postgres cannot be used.
     """
     known = known or Known()
@@ -123,7 +125,7 @@ def make_enricher(config: PipelineConfig, known: Known | None = None) -> Enriche
         following = True
     elif known.columns:
         columns = list(known.columns)
-    of_columns = known if config.columns == ALL_COLUMNS else Known(types=known.types)
+    of_columns = known if config.columns == ALL_COLUMNS else Known(types=known.types, schemas=known.schemas)
     layout = find_layout(
         config.database,
         config.rules,
@@ -136,9 +138,11 @@ def make_enricher(config: PipelineConfig, known: Known | None = None) -> Enriche
             log.warning(
                 "columns_lacking", columns=", ".join(names), shards=len(source.lacking), table=source.rule.table
             )
+    made = Enricher(config.database, layout, f"{quote(config.tube_schema)}.{quote(config.tube)}")
+    made.prove()
     for url in {config.database, *(rule.database for rule in config.rules if rule.database)}:
         forget(url)  # this thread no longer needs the connection
-    return Enricher(config.database, layout)
+    return made
 
 
 def _check_changes(config: PipelineConfig, before: Known, now: Known) -> None:
@@ -390,7 +394,9 @@ class _Run:
 
     def _park(self, error: ReplicadError) -> bool:
         """Park the ids that cannot be read or written. False if they are not the reason for the failures."""
-        if not isinstance(error, (DatabaseError, DownstreamError)) or isinstance(error, (*_OUTAGES, ColumnsChanged)):
+        if not isinstance(error, (DatabaseError, DownstreamError)) or isinstance(
+            error, (*_OUTAGES, ColumnsChanged, RowsUnproven)
+        ):
             return False
         options = parse_options(source_options(self._config, self._opened(), self._holder), streaming=True)
         try:

@@ -8,6 +8,10 @@ A pipeline may follow ADD COLUMN (`[enrich] new_columns`). The checkpoint keeps 
 table had once; a new checkpoint takes the columns of the first table. A table that lacks a later column was not
 reached yet, and its rows have NULL. A table that lacks a kept column was changed in another way (RENAME,
 DROP), which must not go unnoticed: its rows cannot be read, and are parked.
+
+A name without a schema is looked up once, by the search_path of the first start, and read with its schema from then on:
+another search_path, a lost right or a temporary table must not put another table in its place. A materialized view and
+a foreign table are refused, also below a view or as a partition: a row that is missing in them may exist.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import json
 import re
 import string
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -48,6 +52,19 @@ SELECT pg_catalog.array_agg(name ORDER BY number) FROM (
   JOIN pg_catalog.pg_attribute a ON a.attrelid = t.name::pg_catalog.regclass
   WHERE a.attnum > 0 AND NOT a.attisdropped GROUP BY t.name) every_table
 GROUP BY named, types ORDER BY min(number)"""
+_NOT_OF_NOW = """
+WITH RECURSIVE read (name, rel) AS (
+  SELECT t.name, t.name::pg_catalog.regclass::oid FROM pg_catalog.unnest($1::text[]) t(name)
+  UNION
+  SELECT read.name, below.rel FROM read CROSS JOIN LATERAL (
+    SELECT i.inhrelid FROM pg_catalog.pg_inherits i WHERE i.inhparent = read.rel
+    UNION ALL
+    SELECT d.refobjid FROM pg_catalog.pg_rewrite r JOIN pg_catalog.pg_depend d ON d.objid = r.oid
+    WHERE r.ev_class = read.rel AND d.classid = 'pg_catalog.pg_rewrite'::pg_catalog.regclass
+      AND d.refclassid = 'pg_catalog.pg_class'::pg_catalog.regclass) AS below (rel))
+SELECT read.name, CASE WHEN c.oid <> read.name::pg_catalog.regclass THEN c.oid::pg_catalog.regclass::text END,
+  c.relkind::text FROM read JOIN pg_catalog.pg_class c ON c.oid = read.rel
+WHERE c.relkind IN ('m', 'f') ORDER BY 1, 2 LIMIT 1"""
 _NEW = """
 (SELECT pg_catalog.string_agg(attname, ', ' ORDER BY attnum) FROM pg_catalog.pg_attribute
 WHERE attrelid = {table}::pg_catalog.regclass AND attnum > 0 AND NOT attisdropped
@@ -59,12 +76,14 @@ class Known:
     """The record of a checkpoint: all columns that were carried, in their order, and the columns that every table had
     once.
 
-    `types` are the types that the columns had in Postgres, as format_type() writes them.
+    `types` are the types that the columns had in Postgres, as format_type() writes them. `schemas` has the schema in
+    which the tables of a rule without a schema were found, by the rule's text.
     """
 
     columns: tuple[str, ...] = ()
     whole: frozenset[str] = frozenset()
     types: Mapping[str, str] = field(default_factory=dict)
+    schemas: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Known:
@@ -73,11 +92,18 @@ class Known:
         if not text:
             return cls()
         found = json.loads(text)
-        return cls(tuple(found["columns"]), frozenset(found["whole"]), found["types"])
+        return cls(tuple(found["columns"]), frozenset(found["whole"]), found["types"], found["schemas"])
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Keep it."""
-        text = json.dumps({"columns": list(self.columns), "whole": sorted(self.whole), "types": dict(self.types)})
+        text = json.dumps(
+            {
+                "columns": list(self.columns),
+                "whole": sorted(self.whole),
+                "types": dict(self.types),
+                "schemas": dict(self.schemas),
+            }
+        )
         if checkpoint.read(FILE) != text:
             checkpoint.write(FILE, text)
 
@@ -265,7 +291,7 @@ def find_layout(url: str, rules: Sequence[TableRule], wanted: WantedColumns) -> 
         UsageError: a table or column is missing or cannot be used; the message lists the existing names.
         DatabaseError: Postgres cannot be used.
     """
-    looked = [(rule, *_look(rule.database or url, rule, wanted)) for rule in rules]
+    looked = [_look(rule.database or url, rule, wanted) for rule in rules]
     forms = [form for _, _, found in looked for form in found]
     there = list(dict.fromkeys(name for form in forms for name in form.names))
     _check_columns(wanted.columns, there, rules)
@@ -279,21 +305,72 @@ def find_layout(url: str, rules: Sequence[TableRule], wanted: WantedColumns) -> 
         strict = wanted.known.whole if wanted.known.columns else first | set(wanted.columns or ())
         whole |= strict | frozenset(there).intersection(*(form.names for form in found))
         sources.append(_source(rule, found, order, {name: type for name, (type, _) in widest.items()}, strict, wanted))
-    known = Known(tuple(order), frozenset(whole), {name: type for name, (type, _) in widest.items()})
+    schemas = {
+        rule.table: found.table.removesuffix(rule.table)
+        for rule, (found, _, _) in zip(rules, looked, strict=True)
+        if found.table != rule.table
+    }
+    known = Known(tuple(order), frozenset(whole), {name: type for name, (type, _) in widest.items()}, schemas)
     types = {name: column.type for name, (_, column) in widest.items() if column.type is not None and name != wanted.id}
     return Layout(wanted.id, schema, tuple(sources), types, known)
 
 
-def _look(url: str, rule: TableRule, wanted: WantedColumns) -> tuple[frozenset[str], list[_Form]]:
-    """The columns of the first table of a rule, and the forms that its tables have."""
-    tables = _tables_of(rule, patiently(url, list_tables, patience=10))
+def _look(url: str, rule: TableRule, wanted: WantedColumns) -> tuple[TableRule, frozenset[str], list[_Form]]:
+    """The rule with the schema of its tables, the columns of its first table, and the forms that its tables have."""
+    listed = patiently(url, list_tables, patience=10)
+    rule = _with_schema(rule, _tables_of(rule, listed), listed, wanted.known.schemas)
+    tables = _tables_of(rule, listed)
+    patiently(url, functools.partial(_check_kinds, tables=tables), patience=10)
     found = []
     for alike in patiently(url, functools.partial(survey_tables, tables=tables), patience=10):
         types = patiently(url, functools.partial(read_types, table=alike[0]), patience=10)
         names = _named(types, wanted.renamed)
         _check_id(types, names, wanted.id, alike[0])
         found.append(_Form(alike, names, types))
-    return frozenset(found[0].names) if found else frozenset(), found
+    return rule, frozenset(found[0].names) if found else frozenset(), found
+
+
+def _with_schema(
+    rule: TableRule, tables: Sequence[str], listed: Sequence[tuple[str, str, bool]], known: Mapping[str, str]
+) -> TableRule:
+    """The rule with the schema in which its `tables` are found. `known` is from the checkpoint.
+
+    Raises:
+        UsageError: they are in several schemas, or in another one than before.
+    """
+    if not set(tables).isdisjoint(full for full, _, _ in listed):
+        return rule
+    visible = {short: full.removesuffix(short) for full, short, seen in listed if seen}
+    schemas = {visible[table].replace("{", "{{").replace("}", "}}") for table in tables}
+    before = known.get(rule.table)
+    if len(schemas) > 1:
+        raise UsageError(
+            f"the tables {rule.table} are in several schemas ({', '.join(sorted(schemas))}); write the schema, or a "
+            "rule for each"
+        )
+    [schema] = schemas
+    if before is not None and before != schema:
+        raise UsageError(
+            f"table {rule.table} was {before}{rule.table} when the checkpoint was made, and is {schema}{rule.table} "
+            "now: the role has another search_path, or lost a right; write the schema of the table that you mean"
+        )
+    return replace(rule, table=f"{schema}{rule.table}")
+
+
+def _check_kinds(driver: Any, tables: Sequence[str]) -> None:
+    """Raise UsageError if a table shows rows of another time or server: no row there does not mean no row."""
+    names = pa.array([list(tables)], pa.list_(pa.string()))
+    with driver.cursor() as cursor:
+        cursor.execute(_NOT_OF_NOW, parameters=pa.record_batch([names], names=["0"]))
+        found = cursor.fetchone()
+    if found is None:
+        return
+    name, below, kind = found
+    what = "is a materialized view, whose rows are of its last REFRESH" if kind == "m" else "is a foreign table"
+    raise UsageError(
+        f"table {name}{f' reads {below}, which' if below else ''} {what}, so a row that is missing in it may not have "
+        "been deleted; read the tables themselves, or a view of them"
+    )
 
 
 def _named(types: Iterable[str], renamed: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_daemon import FakeDaemon
-from helpers import psql
+from helpers import PODS, make_pods, psql
 
 from replicad.spark.database import connection
 from replicad.spark.pipeline_config import PipelineConfig
@@ -25,6 +25,10 @@ class Cities:
     def __init__(self, url: str, daemon: FakeDaemon, partitions: int = 2) -> None:
         self.url, self.daemon = url, daemon
         daemon.make_tube("t", partitions)
+        make_pods(url, 0)
+        daemon.record = lambda seq: self.execute(
+            f"INSERT INTO {PODS} (seq, op, shard, ids) VALUES ($1, 'T', 1, '{{}}')", seq
+        )
         tables = "".join(
             f"CREATE SCHEMA shard_{shard:04d}; CREATE TABLE shard_{shard:04d}.cities "
             "(id bigint PRIMARY KEY, name text, people integer, area numeric);"

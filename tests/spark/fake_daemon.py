@@ -150,6 +150,7 @@ class FakeDaemon:
         self.arrow: int | None = None  # of how many pods of an answer it gives blocks; None: of all
         self.requests: list[str] = []
         self.moved = threading.Condition()
+        self.record: Callable[[int], None] = lambda _: None  # called with the seq of each pod before it can be read
         self._seq = itertools.count(1)
         self._term = itertools.count(1)
         self._sockets: set[socket.socket] = set()
@@ -197,6 +198,7 @@ class FakeDaemon:
         with self.moved:
             state = self.tubes[tube]
             seq = next(self._seq)
+            self.record(seq)
             state.pods[seq] = Pod(seq, op, shard, tuple(ids), payload)
             state.top = seq
             self.moved.notify_all()

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pyarrow as pa
 import pytest
-from helpers import psql
+from helpers import PODS, make_pods, psql
 
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused, UsageError
 from replicad.spark.columns import ColumnForms
@@ -38,6 +38,7 @@ INSERT INTO "Odd.Schema"."My ""Table""" VALUES (9, 'Nine', 1.5);
 @pytest.fixture
 def url(database_url: str) -> Iterator[str]:
     psql(database_url, TABLES)
+    make_pods(database_url)
     yield database_url
     forget(database_url)
 
@@ -49,7 +50,7 @@ def touches(*found: tuple[int, int, int]) -> pa.Table:
 
 
 def test_rows_come_with_their_highest_seq_and_missing_ones_are_deletes(url: str) -> None:
-    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])))
+    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])), PODS)
     found = list(enricher.changes(touches((1, 1, 5), (1, 77, 6), (1, 1, 8), (2, 3, 7))))
     assert [row for change in found for row in change.writes.to_pylist()] == [
         {"id": 1, "name": "Oslo", "_shard": 1, "_seq": 8},
@@ -60,7 +61,7 @@ def test_rows_come_with_their_highest_seq_and_missing_ones_are_deletes(url: str)
 
 def test_every_type_of_column_arrives_in_a_form_that_spark_has(url: str) -> None:
     layout = find_layout(url, [CITIES], WantedColumns("id"))
-    (change,) = Enricher(url, layout).changes(touches((1, 1, 5)))
+    (change,) = Enricher(url, layout, PODS).changes(touches((1, 1, 5)))
     (row,) = change.writes.to_pylist()
     assert (row["area"], row["tags"], row["extra"], row["feeling"]) == (
         Decimal("480.75"), ["a", None], '{"a": 1}', "glad",
@@ -82,7 +83,7 @@ def test_every_type_of_column_arrives_in_a_form_that_spark_has(url: str) -> None
 
 
 def test_chunks_are_bounded_and_of_one_shard(url: str) -> None:
-    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])), chunk=10)
+    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])), PODS, chunk=10)
     found = list(enricher.changes(touches(*((2, number, 1) for number in range(1, 31)), (1, 1, 1))))
     assert [(len(change.writes), len(change.deletes)) for change in found] == [(1, 0), (10, 0), (10, 0), (5, 5)]
 
@@ -90,7 +91,7 @@ def test_chunks_are_bounded_and_of_one_shard(url: str) -> None:
 def test_several_tables_feed_one_tube_with_the_columns_of_all(url: str) -> None:
     rules = [TableRule('"Odd.Schema"."My ""Table"""', ShardSet.parse("9")), CITIES]
     layout = find_layout(url, rules, WantedColumns("id", ["name", "height", "born"]))
-    found = list(Enricher(url, layout).changes(touches((9, 9, 1), (1, 1, 2))))
+    found = list(Enricher(url, layout, PODS).changes(touches((9, 9, 1), (1, 1, 2))))
     rows = {
         row["_shard"]: (row["name"], row["height"], row["born"])
         for change in found
@@ -150,14 +151,14 @@ def test_a_touch_of_a_shard_without_table_is_an_error_not_a_delete(url: str) -> 
     rule = TableRule("shard_{shard:04d}.cities", ShardSet.parse("1-2"))
     layout = find_layout(url, [rule], WantedColumns("id", ["name"]))
     with pytest.raises(UsageError, match="shard 3 was touched"):
-        list(Enricher(url, layout).changes(touches((3, 1, 1))))
+        list(Enricher(url, layout, PODS).changes(touches((3, 1, 1))))
     psql(url, "ALTER TABLE shard_0001.cities DROP COLUMN name")
     with pytest.raises(DatabaseError, match='column "name" does not exist'):
-        list(Enricher(url, layout).changes(touches((1, 1, 1))))
+        list(Enricher(url, layout, PODS).changes(touches((1, 1, 1))))
 
 
 def test_a_connection_that_postgres_ended_is_made_again(url: str) -> None:
-    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])))
+    enricher = Enricher(url, find_layout(url, [CITIES], WantedColumns("id", ["name"])), PODS)
     assert next(enricher.changes(touches((2, 1, 1)))).writes.num_rows == 1
     ours = "datname = current_database() AND application_name = 'replicad spark'"
     psql(url, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from cities import Cities
 from fake_daemon import FakeDaemon
-from helpers import psql
+from helpers import PODS, psql
 from pyspark.sql import SparkSession
 
 from replicad.errors import ColumnsChanged, DatabaseError, TableUnreadable, UsageError
@@ -41,7 +41,9 @@ def cities(database_url: str, daemon: FakeDaemon) -> Iterator[Cities]:
 
 def enricher(cities: Cities, known: Known, **renamed: str) -> Enricher:
     return Enricher(
-        cities.url, find_layout(cities.url, [RULE], WantedColumns("id", known=known, renamed=renamed, following=True))
+        cities.url,
+        find_layout(cities.url, [RULE], WantedColumns("id", known=known, renamed=renamed, following=True)),
+        PODS,
     )
 
 

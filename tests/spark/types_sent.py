@@ -16,7 +16,7 @@ from typing import Any
 
 import deltalake
 import pyarrow as pa
-from helpers import psql
+from helpers import make_pods, psql
 from index_server import IndexServer
 
 from replicad.errors import ValueUnheld
@@ -147,7 +147,7 @@ def carry(url: str, cases: list[Case], sink: Sink, out_of_range: str) -> dict[in
     """Send all rows to a downstream. Returns by id why a row was not sent."""
     reading = ColumnForms(out_of_range=out_of_range, exact=sink.casts)
     layout = find_layout(url, [TableRule("public.every")], WantedColumns("id", reading=reading))
-    enricher = Enricher(url, layout)
+    enricher = Enricher(url, layout, make_pods(url))
     shape = Shape(enricher.schema, "id", layout.types)
     sink.prepare(shape)
     parked: dict[int, str] = {}

@@ -265,7 +265,7 @@ def check_downstream(config: PipelineConfig, checkpoint: Checkpoint) -> None:
 
 
 def _schedule_backfill(config: PipelineConfig) -> None:
-    call = f"SELECT {quote(config.tube_schema)}.tube_backfill_schedule($1, $2, $3::integer, $4::integer)"
+    call = f"SELECT count(*) FROM {quote(config.tube_schema)}.tube_backfill_request($1, $2, $3::integer, $4::integer)"
     [(first, last)] = ALL_SHARDS.ranges
     shards = 0
     for url in dict.fromkeys([config.database, *(rule.database for rule in config.rules if rule.database)]):

@@ -29,7 +29,6 @@ from replicad.tubes.keys import KEYS_OR_ALL, KINDS, Key
 LINES, ARROW = "lines", "arrow"
 ENCODINGS = (LINES, ARROW)  # of pods: one line each, or many in a block of Arrow IPC
 MAX_BLOCK = 64 << 20  # bytes in a block, as in the longest line that clients accept
-STATES = ("same", "unknown", "scheduled", "healed")  # of touches, after a fork of history
 _PART = re.compile(r"[0-9]{1,5}/[0-9]{1,5}").fullmatch
 MAX_KEPT = 1000  # terms in a KEEP: a few milliseconds in Postgres
 LONGEST_KEEP = MAX_KEPT * 20 + 1024  # characters: terms of 19 digits, commas, and the words before
@@ -189,7 +188,7 @@ class Seen(Command):
     tube: str = word("tube")
     generation: str = word("generation")
     seq: int = word("seq", INTEGER)
-    state: str | None = optional("state", one_of(*STATES), default=None)
+    state: str | None = optional("state", default=None)
     shared: int | None = option("seq", INTEGER, default=None)
     since: int | None = option("us", INTEGER, default=None)
 

@@ -135,11 +135,14 @@ def test_tables_are_attached_by_shards_or_by_name(run: Run, database_url: str) -
 
 
 @pytest.mark.usefixtures("shards")
-def test_backfills_are_scheduled_once_per_shard(run: Run) -> None:
+def test_backfills_are_scheduled_once_per_shard_and_the_command_says_what_it_did(run: Run) -> None:
     run("tubes", "create", "t")
     run("tubes", "attach", "t", "cities", "--shards", "all")
     assert run("tubes", "backfill", "t", "--shards", "1-2") == "2 shards scheduled\n"
-    assert run("tubes", "backfill", "t") == "1 shards scheduled\n"
+    before = "2 shards were scheduled before and have not begun"
+    assert run("tubes", "backfill", "t") == f"1 shards scheduled; {before}\n"
+    assert run("tubes", "backfill", "t", "--shards", "1-2") == f"{before}\n"
+    assert "no table with a shard of 77 is attached to t" in run("tubes", "backfill", "t", "--shards", "77", status=2)
     assert sum(row["control_count"] for row in run("tubes", "stats", "--json")) == 3
     assert [row["backfill"] for row in run("tubes", "list", "--json")] == ["scheduled by id"] * 3
     assert run("tubes", "backfill", "t", "--cancel", "--shards", "1-2") == "2 backfills cancelled\n"

@@ -287,6 +287,51 @@ async def test_a_row_of_a_statement_that_began_under_an_earlier_predicate_is_in_
     assert 5007 in [one for _, _, ids, _ in await pods(filled) for one in ids]
 
 
+async def requested(db: Database) -> list[str]:
+    return [row["state"] for row in await db.fetch("SELECT state FROM tube.tube_backfill_request('a', NULL, 0, 9)")]
+
+
+async def test_a_backfill_that_is_asked_for_while_another_runs_or_is_in_the_tube_is_queued_once(
+    filled: Database,
+) -> None:
+    assert await requested(filled) == ["scheduled"]
+    assert await requested(filled) == ["present"]
+    await filled.execute("DELETE FROM tube.a")
+    begun = await start(filled)
+    await filled.fetch_row(CHUNK, begun, "sh1.t", "id", 10, 250)
+    assert await requested(filled) == ["queued"]
+    assert await requested(filled) == ["present"]
+    await filled.execute("DELETE FROM tube.a WHERE payload ->> 'type' = 'backfill_schedule'")
+    await filled.fetch_row(CHUNK, begun, "sh1.t", "id", 10_000, 250)
+    assert await filled.fetch_value("SELECT finished FROM tube.tube_backfill")
+    assert await requested(filled) == ["queued"], "its ids are in the tube"
+    await filled.execute("DELETE FROM tube.a WHERE payload ->> 'type' = 'backfill_schedule'")
+    assert await filled.fetch_value("SELECT tube.tube_backfill_schedule('a', 'id', 0, 9)") == 0, "as pg-tube has it"
+
+
+async def test_a_backfill_in_the_order_of_a_composite_column_has_the_rows_with_a_null_field(db: Database) -> None:
+    """Of such a row value neither IS NULL nor IS NOT NULL is true."""
+    await db.execute(
+        "CREATE TYPE place AS (a integer, b integer); CREATE DOMAIN home AS place;"
+        "CREATE TABLE houses (id bigint PRIMARY KEY, at place, home home);"
+        "INSERT INTO houses SELECT id, at::place, at::place FROM (VALUES (1, '(1,)'), (2, NULL), (3, '(,)'),"
+        " (4, '(1,1)'), (5, '(,1)'), (6, '(1,)'), (7, NULL), (8, '(2,)')) AS v (id, at);"
+        "SELECT tube.tube_ensure_exists('a', 1), tube.tube_table_ensure_attached('a', 'houses', 1)"
+    )
+    for column in ("at", "home"):
+        for size in (1, 2, 3, 100):
+            begun = await start(db)
+            finished = False
+            while not finished:
+                row = await db.fetch_row(CHUNK, begun, "houses", column, size, 250)
+                assert row is not None
+                finished = row["finished"]
+            put = [one for _, _, ids, _ in await pods(db) for one in ids]
+            assert sorted(put) == list(range(1, 9)), (column, size)
+            assert put[0] == 4, "rows without a NULL come first"
+            await db.execute("DELETE FROM tube.a")
+
+
 async def test_steps_out_of_order_or_on_the_wrong_table_are_refused(filled: Database) -> None:
     await filled.execute("CREATE TABLE sh1.u (id bigint)")
     for begun, table, order, reason in [

@@ -152,6 +152,12 @@ CASES = [
     Case("ATTEMPT cities 1/4 812", S, c.Attempt("cities", Part(1, 4), 812)),
     Case('REPORT cities copy {"batch": 3, "lag": 0.5}', C, c.Report("cities", "copy", '{"batch": 3, "lag": 0.5}')),
     Case("REPORT cities copy", S, c.Report("cities", "copy")),
+    Case("SEEN cities 7c1fd2a90b31ef02 812", C, c.Seen("cities", "7c1fd2a90b31ef02", 812)),
+    Case(
+        "SEEN cities 7c1fd2a90b31ef02 812 unknown shared=800 since=1700000000000000",
+        S,
+        c.Seen("cities", "7c1fd2a90b31ef02", 812, "unknown", 800, 1_700_000_000_000_000),
+    ),
 ]
 
 

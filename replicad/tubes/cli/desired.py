@@ -134,7 +134,7 @@ async def _attach(place: TargetDatabase, tube: str, table: str, values: Values, 
         options = values["shard"], values["predicate"], values["routing"], key
         await run("tube_table_ensure_attached", tube, table, *options)
         if new and values["backfill"] is not None:
-            await run("tube_backfill_schedule", tube, values["backfill"], values["shard"], values["shard"])
+            await run("tube_backfill_request", tube, values["backfill"], values["shard"], values["shard"])
 
     await _locked(place, f"attach {table}", work)
 

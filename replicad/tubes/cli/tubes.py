@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from shlex import quote
@@ -459,8 +460,9 @@ def backfill(
 ) -> None:
     """Put every id of the attached tables into TUBE once.
 
-    The daemon writes the pods, shard after shard, and workers read them after all others. A shard whose backfill is
-    already running is skipped; a backfill in another order is replaced. `tubes list` shows the progress.
+    The daemon writes the pods, shard after shard, and workers read them after all others. Behind a backfill that runs,
+    or whose pods are still in the tube, another one is queued: it reads the table anew. A backfill in another order is
+    replaced. `tubes list` shows the progress.
 
     An index on COLUMN and the key makes a backfill cheap. Without one each 100,000 ids read and sort the whole table.
     For a table of more than a million rows that is refused without --without-index; the message has the index to
@@ -471,7 +473,7 @@ def backfill(
         _cancel(tube, chosen.ranges, options)
         return
 
-    async def work(tubes: Tubes) -> tuple[int, list[NoIndex]]:
+    async def work(tubes: Tubes) -> tuple[Counter[str], list[NoIndex]]:
         listed = [row for row in await tubes.rows("tube_list") if row["tube"] == tube and row["tbl"] is not None]
         slow = await tubes.without_index(
             [(str(row["tbl"]), order_by or row["key"][0], row["key"]) for row in listed if row["shard"] in chosen]
@@ -480,15 +482,30 @@ def backfill(
         if refused:
             more = f" The same is true of {len(refused) - 1:,} more tables." if refused[1:] else ""
             raise UsageError(f"{refused[0]}. To schedule it all the same: --without-index.{more}")
-        counts = [
-            await tubes.value("tube_backfill_schedule", tube, order_by, first, last) for first, last in chosen.ranges
-        ]
-        return sum(counts), slow
+        states = Counter[str]()
+        for first, last in chosen.ranges:
+            states.update(
+                row["state"] for row in await tubes.rows("tube_backfill_request", tube, order_by, first, last)
+            )
+        return states, slow
 
-    for island, (count, slow) in on_islands(options, work):
-        echo(f"{count:,} shards scheduled" + (f" on {island}" if island else ""))
+    done = on_islands(options, work)
+    if not any(states for _, (states, _) in done):
+        raise UsageError(f"no table with a shard of {shards} is attached to {tube}; `replicad tubes list` shows them")
+    for island, (states, slow) in done:
+        echo(_scheduled(states) + (f" on {island}" if island else ""))
         for one in slow[:3]:
             say(str(one))
+
+
+def _scheduled(states: Mapping[str, int]) -> str:
+    """What became of the requests for backfills, by their number in each state."""
+    parts = [f"{states['scheduled']:,} shards scheduled"] if states["scheduled"] else []
+    if states["queued"]:
+        parts.append(f"{states['queued']:,} shards queued behind an earlier backfill, until it has left the tube")
+    if states["present"]:
+        parts.append(f"{states['present']:,} shards were scheduled before and have not begun")
+    return "; ".join(parts) or "0 shards scheduled"
 
 
 def _cancel(tube: str, ranges: Sequence[tuple[int, int]], options: dict[str, Any]) -> None:

@@ -222,18 +222,23 @@ BEGIN
 END
 $$;
 
--- tube_backfill_schedule(tube, order_col, shard_from, shard_to): schedules a backfill of the attached tables with a
--- shard from shard_from to shard_to, each in the order of order_col or (NULL) of the first column of its key: it inserts a control pod backfill_schedule for each table that is neither being
--- backfilled nor scheduled, and returns how many. A backfill in another order, scheduled or begun, is replaced. Raises
--- RT001, RT005. Writes the tube, tube_backfill and tube_shard.
-CREATE OR REPLACE FUNCTION tube_backfill_schedule(tube text, order_col text, shard_from integer, shard_to integer)
-RETURNS integer
+-- tube_backfill_request(tube, order_col, shard_from, shard_to, queue): asks for a backfill of the attached tables with a shard
+-- from shard_from to shard_to, each in the order of order_col or (NULL) of the first column of its key. Returns a row for each:
+--   scheduled  a control pod backfill_schedule was inserted, and the backfill begins soon
+--   queued     the same, and the backfill begins when an earlier one has finished and its control pods have left the tube
+--   present    a backfill that has not begun was scheduled before; it will do
+--   running    nothing was done: an earlier backfill runs or is in the tube, and queue is false
+-- A backfill in another order, scheduled or begun, is replaced. An earlier one that runs may have read the table before the
+-- present change, so it is no substitute. Raises RT001, RT005. Writes the tube, tube_backfill and tube_shard.
+CREATE OR REPLACE FUNCTION tube_backfill_request(
+    tube text, order_col text, shard_from integer, shard_to integer, queue boolean = true
+) RETURNS TABLE (tbl regclass, shard integer, state text)
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
 DECLARE
     t tube_registry := tube_lock(tube);
     a tube_attachment;
     wanted text;
-    scheduled integer := 0;
     present boolean;
 BEGIN
     FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
@@ -246,19 +251,34 @@ BEGIN
                 AND b.order_col <> wanted) THEN
             PERFORM tube_backfill_stop(a.tube, a.tbl);
         END IF;
-        CONTINUE WHEN tube_backfilling(a.tube, a.tbl, a.shard);
+        tbl := a.tbl;
+        shard := a.shard;
+        state := CASE WHEN NOT tube_backfilling(a.tube, a.tbl, a.shard) THEN 'scheduled'
+            WHEN queue THEN 'queued' ELSE 'running' END;
         EXECUTE format('SELECT EXISTS (SELECT FROM %I p WHERE cardinality(p.ids) = 0 AND p.shard = $1'
             ' AND p.payload ->> ''type'' = ''backfill_schedule'' AND p.payload ->> ''oid'' = $2'
             ' AND p.payload ->> ''order_col'' = $3)', t.tube) INTO present USING a.shard, a.tbl::oid::text, wanted;
-        CONTINUE WHEN present;
-        PERFORM tube_backfill_unschedule(a.tube, a.tbl);
-        EXECUTE format('INSERT INTO %I (op, shard, ids, payload) VALUES (''B'', $1, ''{}'', $2)', t.tube)
-            USING a.shard, jsonb_build_object('type', 'backfill_schedule', 'tbl', tube_qualified(a.tbl),
-                'oid', a.tbl::oid::text, 'order_col', wanted);
-        scheduled := scheduled + 1;
+        IF present THEN
+            state := 'present';
+        ELSIF state <> 'running' THEN
+            PERFORM tube_backfill_unschedule(a.tube, a.tbl);
+            EXECUTE format('INSERT INTO %I (op, shard, ids, payload) VALUES (''B'', $1, ''{}'', $2)', t.tube)
+                USING a.shard, jsonb_build_object('type', 'backfill_schedule', 'tbl', tube_qualified(a.tbl),
+                    'oid', a.tbl::oid::text, 'order_col', wanted);
+        END IF;
+        RETURN NEXT;
     END LOOP;
-    RETURN scheduled;
 END
+$$;
+COMMENT ON FUNCTION tube_backfill_request(text, text, integer, integer, boolean)
+    IS 'Asks for backfills of a range of shards, also behind running ones';
+
+-- tube_backfill_schedule(tube, order_col, shard_from, shard_to): the same without queue: returns how many were scheduled.
+-- Tables that are being backfilled are left out.
+CREATE OR REPLACE FUNCTION tube_backfill_schedule(tube text, order_col text, shard_from integer, shard_to integer)
+RETURNS integer
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT count(*)::integer FROM tube_backfill_request($1, $2, $3, $4, false) r WHERE r.state = 'scheduled'
 $$;
 COMMENT ON FUNCTION tube_backfill_schedule(text, text, integer, integer) IS 'Asks for backfills of a range of shards';
 
@@ -346,6 +366,7 @@ DECLARE
     columns text;  -- of the key
     texts text;
     behind text;  -- the last key, as values of their types
+    given text;  -- whether a row has a sort key. Of a row value with one NULL field neither IS NULL nor IS NOT NULL is true
     with_key text;
     without_key text;
     read json;
@@ -354,21 +375,23 @@ BEGIN
             string_agg(format('%L::%s', b.after_key[k.n], k.type), ', ' ORDER BY k.n)
         INTO columns, texts, behind
         FROM unnest(tube_key_types(a.tbl, a.key)) WITH ORDINALITY AS k (type, n);
-    with_key := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NOT NULL%s ORDER BY sort_key, %s LIMIT %s', source,
+    given := CASE WHEN EXISTS (SELECT FROM pg_type y WHERE y.oid = (tube_key_types(a.tbl, ARRAY[b.order_col]))[1]::regtype
+        AND y.typtype = 'c') THEN 'sort_key IS DISTINCT FROM NULL' ELSE 'sort_key IS NOT NULL' END;
+    with_key := format('SELECT * FROM (%s) AS stored WHERE %s%s ORDER BY sort_key, %s LIMIT %s', source, given,
         CASE WHEN b.after_value IS NOT NULL
             THEN format(' AND (sort_key, %s) > (%L::%s, %s)', columns, b.after_value, kind, behind) END, columns, max_ids);
-    without_key := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NULL%s ORDER BY %s LIMIT %s', source,
+    without_key := format('SELECT * FROM (%s) AS stored WHERE NOT (%s)%s ORDER BY %s LIMIT %s', source, given,
         CASE WHEN b.after_value IS NULL AND b.after_key IS NOT NULL
             THEN format(' AND (%s) > (%s)', columns, behind) END, columns, max_ids);
     read := tube_as_owner(a.tbl, format('WITH page AS MATERIALIZED ('
-        'SELECT found.*, row_number() OVER (ORDER BY sort_key IS NULL, sort_key, %s) AS n'
+        'SELECT found.*, row_number() OVER (ORDER BY NOT (%s), sort_key, %s) AS n'
         ' FROM (%s) AS found'
         ' ORDER BY n LIMIT %s'
         ') SELECT json_build_object(''ids'', coalesce(array_agg(id ORDER BY n), ''{}''),'
         ' ''shards'', coalesce(array_agg(shard ORDER BY n), ''{}''),'
         ' ''last'', (SELECT sort_key::text FROM page ORDER BY n DESC LIMIT 1),'
         ' ''last_key'', (SELECT ARRAY[%s] FROM page ORDER BY n DESC LIMIT 1))::text FROM page',
-        columns,
+        given, columns,
         CASE WHEN b.after_value IS NULL AND b.after_key IS NOT NULL THEN without_key
             ELSE format('(%s) UNION ALL (%s)', with_key, without_key) END, max_ids, texts), path);
     ids := ARRAY(SELECT json_array_elements_text(read -> 'ids'));

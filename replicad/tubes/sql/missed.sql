@@ -2,7 +2,7 @@
 
 -- tube_miss(t, name, first, last, at): touches of the tube above the seq first, and (NULL: or any above it) up to last, are
 -- unknown because of a fork; since is when first was noted. Notes it for each attached table, once, and schedules backfills if
--- the tube has on_fork = 'backfill'. Writes tube_missed, and what tube_backfill_schedule writes.
+-- the tube has on_fork = 'backfill'. Writes tube_missed, and what tube_backfill_request writes.
 CREATE OR REPLACE FUNCTION tube_miss(t tube_registry, name text, first bigint, last bigint, at timestamptz) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -14,7 +14,7 @@ BEGIN
         INSERT INTO tube_missed AS m (tube, cause, tbl, after, upto, since) VALUES (t.tube, name, a.tbl, first, last, at)
             ON CONFLICT ON CONSTRAINT tube_missed_pkey DO NOTHING;
         IF FOUND AND t.on_fork = 'backfill' THEN
-            PERFORM tube_backfill_schedule(t.tube, NULL, a.shard, a.shard);
+            PERFORM tube_backfill_request(t.tube, NULL, a.shard, a.shard);
         END IF;
         UPDATE tube_missed m SET after = least(m.after, first), upto = greatest(m.upto, last)
             WHERE m.tube = t.tube AND m.cause = name AND m.tbl = a.tbl AND (m.after > first OR m.upto < last);

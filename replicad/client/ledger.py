@@ -27,7 +27,7 @@ from replicad.tubes.keys import Key
 Row = tuple[int, Key]  # shard, id
 
 
-class Lane(IntEnum):
+class IdQueue(IntEnum):
     """The two queues of ids that wait."""
 
     LIVE = 0
@@ -70,12 +70,12 @@ class Ledger:
     """The pods that were read and not acked yet."""
 
     def __init__(self) -> None:
-        self._lanes: tuple[dict[Row, _Seqs], dict[Row, _Seqs]] = {}, {}  # by Lane
+        self._lanes: tuple[dict[Row, _Seqs], dict[Row, _Seqs]] = {}, {}  # by IdQueue
         # The rows of each queue, the oldest first; a row that has left its queue is skipped. The first key of a dict
         # from which many were removed is slow to find.
         self._order: tuple[deque[Row], deque[Row]] = deque(), deque()
         self._busy: dict[Row, Touch] = {}
-        self._later: dict[Row, tuple[Lane, _Seqs]] = {}  # touched again while they are busy
+        self._later: dict[Row, tuple[IdQueue, _Seqs]] = {}  # touched again while they are busy
         self._borrowed: set[Row] = set()
         self._open: dict[int, _OpenPod] = {}  # by seq, in the order of `add`
         self._finished: list[int] = []
@@ -107,7 +107,7 @@ class Ledger:
         rows = self.rows + len(self._busy) + len(self._later)  # a busy row has a Touch besides
         return rows * ROW_BYTES + len(self._open) * POD_BYTES + self._sizes
 
-    def waiting(self, lane: Lane) -> int:
+    def waiting(self, lane: IdQueue) -> int:
         """How many ids wait in a queue."""
         return len(self._lanes[lane])
 
@@ -131,13 +131,13 @@ class Ledger:
         """Add more ids to a pod."""
         pod = self._open[seq]
         pod.op = op
-        lane = Lane.BACKFILL if op == "B" else Lane.LIVE
+        lane = IdQueue.BACKFILL if op == "B" else IdQueue.LIVE
         distinct = dict.fromkeys(ids)
         pod.left += len(distinct)
         for id in distinct:
             self._put((shard, id), lane, seq)
 
-    def _put(self, row: Row, lane: Lane, seqs: _Seqs) -> None:
+    def _put(self, row: Row, lane: IdQueue, seqs: _Seqs) -> None:
         if row in self._busy or row in self._borrowed:
             before = self._later.get(row)
             self._later[row] = (lane, seqs) if before is None else (min(lane, before[0]), _joined(before[1], seqs))
@@ -145,11 +145,11 @@ class Ledger:
         live, backfill = self._lanes
         if row in live:
             live[row] = _joined(live[row], seqs)
-        elif row in backfill and lane is Lane.BACKFILL:
+        elif row in backfill and lane is IdQueue.BACKFILL:
             backfill[row] = _joined(backfill[row], seqs)
         elif row in backfill:  # a live touch does not wait for the backfill
             live[row] = _joined(backfill.pop(row), seqs)
-            self._order[Lane.LIVE].append(row)
+            self._order[IdQueue.LIVE].append(row)
         else:
             self._lanes[lane][row] = seqs
             self._order[lane].append(row)
@@ -163,10 +163,10 @@ class Ledger:
         """Remove a pod without ids left to process, which was parked."""
         del self._open[seq]
 
-    def take(self, most: int, *lanes: Lane, newest: bool = False) -> list[Touch]:
+    def take(self, most: int, *lanes: IdQueue, newest: bool = False) -> list[Touch]:
         """Up to `most` ids to process now, the oldest (or newest) of these queues (all) first."""
         taken: list[Touch] = []
-        for lane in lanes or Lane:
+        for lane in lanes or IdQueue:
             queue, order = self._lanes[lane], self._order[lane]
             while queue and len(taken) < most:
                 row = order.pop() if newest else order.popleft()

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import random
 
-from replicad.client.ledger import Lane, Ledger, Touch
+from replicad.client.ledger import IdQueue, Ledger, Touch
 from replicad.retry import Backoff
 
 DOUBT = 32  # failed calls in a row without a success, after which calls are made one at a time
@@ -41,7 +41,7 @@ class Trial:
     """
 
     touches: Sequence[Touch]
-    lane: Lane | None = None
+    lane: IdQueue | None = None
     tries: int = 0
     before: int = 0
     began: int = 0
@@ -88,7 +88,7 @@ class Triage:
         self._alone: list[_Timed] = []  # a heap
         self._unproven: list[_Timed] = []  # a heap: failed `tries` times, and no call has succeeded since the first
         self._number = count()
-        self._running: dict[Lane | None, int] = {Lane.LIVE: 0, Lane.BACKFILL: 0, None: 0}
+        self._running: dict[IdQueue | None, int] = {IdQueue.LIVE: 0, IdQueue.BACKFILL: 0, None: 0}
         self._turn = 0
         self._in_a_row = 0  # failures since the last success
         self._next_probe = 0.0
@@ -107,7 +107,7 @@ class Triage:
     def due(self) -> float:
         """When `next` may return a trial although nothing else has happened."""
         times = [timed[0].due for timed in (self._alone, self._unproven) if timed]
-        if self.in_doubt and (self._parts or any(map(self._ledger.waiting, Lane))):
+        if self.in_doubt and (self._parts or any(map(self._ledger.waiting, IdQueue))):
             return self._next_probe
         if self._proof is not None and (self._unproven or self.in_doubt):
             times.append(self._proof_at)
@@ -141,15 +141,15 @@ class Triage:
         failed = self._has_failed(now)
         if failed and not self._running[None] and (self._places > 1 or self._turn % 2):
             return self._take_failed(now)
-        if self._ledger.waiting(Lane.LIVE):
-            return self._take_new(Lane.LIVE)
-        others = self._running[Lane.BACKFILL] + self._running[None]
+        if self._ledger.waiting(IdQueue.LIVE):
+            return self._take_new(IdQueue.LIVE)
+        others = self._running[IdQueue.BACKFILL] + self._running[None]
         if others and others >= self._places - 1:
             return None
-        backfill = self._ledger.waiting(Lane.BACKFILL)
-        if failed and (not backfill or self._running[None] < self._running[Lane.BACKFILL]):
+        backfill = self._ledger.waiting(IdQueue.BACKFILL)
+        if failed and (not backfill or self._running[None] < self._running[IdQueue.BACKFILL]):
             return self._take_failed(now)
-        return self._take_new(Lane.BACKFILL) if backfill else None
+        return self._take_new(IdQueue.BACKFILL) if backfill else None
 
     def _has_failed(self, now: float) -> bool:
         if self._parts or any(timed and timed[0].due <= now for timed in (self._alone, self._unproven)):
@@ -169,7 +169,7 @@ class Triage:
         proof, self._proof = self._proof, None
         return Trial((proof,), again=True) if proof is not None and self._ledger.borrow(proof) else None
 
-    def _take_new(self, lane: Lane) -> Trial:
+    def _take_new(self, lane: IdQueue) -> Trial:
         newest = self._in_a_row > 0 and self._turn % 2 == 0  # the ids behind the ids that fail may be good
         touches = self._ledger.take(min(self._size, self.most), lane, newest=newest)
         if self.is_suspect is not None:
@@ -185,7 +185,7 @@ class Triage:
         """
         if self._proof_at <= now and (proof := self._take_proof()) is not None:
             return proof
-        new = [lane for lane in Lane if self._ledger.waiting(lane)]
+        new = [lane for lane in IdQueue if self._ledger.waiting(lane)]
         timed = [heap for heap in (self._alone, self._unproven) if heap and heap[0].due <= now]
         kinds = [kind for kind, found in (("new", new), ("part", self._parts), ("alone", timed)) if found]
         if not kinds:

@@ -547,7 +547,8 @@ class Worker:
     `stale_ids(shard, before, limit)` is for garbage collection after a backfill: it returns up to `limit` ids that the
     downstream holds for the shard and wrote for a `Touch.seq` below `before`. `handle` gets them with op G.
 
-    `on_fork` is called with the touches that a failover, a restore or a crash of Postgres has made unknown (`Fork`).
+    `on_fork` is called with the touches that a failover, a restore or a crash of Postgres has made unknown: a
+    `TubeFork`.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from replicad.eventlog import get_logger
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class TubeFork:
     """After a fork of history, the touches with a seq in (after, upto] are unknown.
 
     The worker has passed them on, so their changes are downstream; the database may not have them. `since`: when it was
@@ -33,7 +33,7 @@ class Fork:
     state: str
 
 
-OnFork = Callable[[Fork], Awaitable[None]]
+OnFork = Callable[[TubeFork], Awaitable[None]]
 
 log = get_logger(__name__)
 
@@ -69,7 +69,7 @@ class WorkerHistory:
                 answer = await client.seen(self._tube, earlier, seq)
                 if answer.state != "same":
                     since = None if answer.since is None else datetime.fromtimestamp(answer.since / 1_000_000, UTC)
-                    fork = Fork(self._tube, answer.shared or 0, seq, since, answer.state or "unknown")
+                    fork = TubeFork(self._tube, answer.shared or 0, seq, since, answer.state or "unknown")
                     log.warning("touches_unknown", tube=self._tube, after=fork.after, upto=seq, state=fork.state)
                     if self._on_fork is not None and not await self._told(fork):
                         continue
@@ -82,7 +82,7 @@ class WorkerHistory:
             if generation != self._present and seq > self._reported.get(generation, 0)
         ]
 
-    async def _told(self, fork: Fork) -> bool:
+    async def _told(self, fork: TubeFork) -> bool:
         assert self._on_fork is not None
         try:
             await self._on_fork(fork)

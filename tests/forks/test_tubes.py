@@ -15,7 +15,7 @@ import trio
 
 from replicad.client.trio_client import open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
-from replicad.client.worker_history import Fork
+from replicad.client.worker_history import TubeFork
 from replicad.config.settings import Address, ServerSettings
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon, open_daemon
@@ -39,7 +39,7 @@ class World:
         self.cluster, self.daemon = cluster, daemon
         self.downstream: dict[int, tuple[str, int]] = {}  # id: value, seq
         self.handled: list[int] = []
-        self.forks: list[Fork] = []
+        self.forks: list[TubeFork] = []
         self.gate: set[int] = set()  # these ids are not finished before `opened`
         self.gated = trio.Event()
         self.opened = trio.Event()
@@ -73,7 +73,7 @@ class World:
         await trio.lowlevel.checkpoint()
         return [id for id, (_, seq) in self.downstream.items() if seq < before][:limit]
 
-    async def on_fork(self, fork: Fork) -> None:
+    async def on_fork(self, fork: TubeFork) -> None:
         await trio.lowlevel.checkpoint()
         self.forks.append(fork)
 

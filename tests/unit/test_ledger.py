@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.client.ledger import Lane, Ledger, Row, Touch
+from replicad.client.ledger import IdQueue, Ledger, Row, Touch
 
 PODS = st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(1, 8), max_size=5)), max_size=20)
 STEPS = st.lists(st.one_of(st.just("add"), st.integers(1, 4), st.just("done"), st.just("finished")), max_size=80)
@@ -130,8 +130,8 @@ def test_a_live_touch_of_a_row_does_not_wait_for_the_backfill() -> None:
     ledger.add(1, 0, "B", [1, 2, 3])
     ledger.add(2, 0, "U", [3])
     ledger.add(3, 0, "B", [3])
-    assert [(t.id, t.op, t.seqs) for t in ledger.take(9, Lane.LIVE)] == [(3, "B", (1, 2, 3))]
-    assert [t.id for t in ledger.take(1, Lane.BACKFILL, newest=True)] == [2]
+    assert [(t.id, t.op, t.seqs) for t in ledger.take(9, IdQueue.LIVE)] == [(3, "B", (1, 2, 3))]
+    assert [t.id for t in ledger.take(1, IdQueue.BACKFILL, newest=True)] == [2]
     assert [t.id for t in ledger.take(9)] == [1]
 
 

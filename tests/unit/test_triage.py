@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from replicad.client.ledger import Lane, Ledger
+from replicad.client.ledger import IdQueue, Ledger
 from replicad.client.triage import DOUBT, Triage, Trial
 from replicad.retry import Backoff
 
@@ -107,7 +107,7 @@ def test_one_failing_id_is_tried_after_pauses_although_it_is_the_only_one() -> N
 def test_a_place_is_left_for_live_ids_during_a_backfill() -> None:
     play = Play(list(range(10_000)), bad=negative, op="B")
     trials = [play.triage.next(0.0) for _ in range(5)]
-    assert [trial and trial.lane for trial in trials] == [Lane.BACKFILL] * 3 + [None] * 2
+    assert [trial and trial.lane for trial in trials] == [IdQueue.BACKFILL] * 3 + [None] * 2
     play.ledger.add(10**6, 0, "U", [10**6])
     live = play.triage.next(0.0)
     assert live is not None

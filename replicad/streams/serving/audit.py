@@ -20,7 +20,7 @@ import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.streams.registry import Method, RetentionChange, Rewound, Stream
-from replicad.streams.serving.comparison import SHOWN, Comparison, Followed, Found, Seen, found_of
+from replicad.streams.serving.comparison import SHOWN, Comparison, Followed, Found, LastLook, found_of
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.stretches import Run
 from replicad.streams.serving.windows import MAX_COUNTED, Attached, Windows
@@ -84,7 +84,7 @@ class Audit:
         self._pace = pace
         self._feeds = feeds
         self._troubles = troubles
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, LastLook] = {}
         self._skipped: dict[str, frozenset[int]] = {}  # ids that an operator has taken out of a stream, now or before
         self._credit: dict[str, float] = {}  # seconds that the next looks at a stream may take, from SHARE
         self._reading: dict[str, float] = {}  # `Tally.reading` when that was added up last

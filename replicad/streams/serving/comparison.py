@@ -46,7 +46,7 @@ class Followed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LastLook:
     """What the last look at a stream has found. `elsewhere`: as in `Look`. `ranges` have the ids below the windows."""
 
     stream: Stream
@@ -108,13 +108,13 @@ class Comparison:
     feed: Followed
     stream: Stream
     position: int
-    before: Seen | None
+    before: LastLook | None
     skipped: frozenset[int]
     late: dict[int, int] = field(default_factory=dict)
     counted_late: list[Found] = field(default_factory=list)
     attached: list[tuple[str, Attached]] = field(default_factory=list)
     skips: list[Found] = field(default_factory=list)
-    seen: Seen | None = None
+    seen: LastLook | None = None
     rows: int = 0
     _attached_from: int = HIGHEST  # rows of attached tables have ids above it
     _apart: set[int] = field(default_factory=set)
@@ -156,7 +156,7 @@ class Comparison:
                 now = None
         if now is None:
             now = await look.window(max(position - WINDOW, LOWEST), position)
-        self.seen = Seen(self.stream, now, frozenset(look.tree), look.elsewhere, ranges)
+        self.seen = LastLook(self.stream, now, frozenset(look.tree), look.elsewhere, ranges)
 
     async def _attach(self, oid: int, before: int) -> None:
         """Rows of an attached table that were written when it was attached, or later, are late. Others may be old."""

@@ -17,7 +17,7 @@ from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
-QUICK = WorkerSettings(batch_ids=50, parallelism=3, max_pods=50, poll=1.0, lease_ttl=5.0, tries=2, backoff_first=0.01)
+QUICK = WorkerSettings(batch_ids=50, parallelism=3, poll=1.0, lease_ttl=5.0, tries=2, backoff_first=0.01)
 
 
 @dataclass(frozen=True, slots=True)

@@ -525,6 +525,7 @@ def _last(before: Cursor, after: Cursor) -> int:
 
 
 ASK_AGAIN = 5.0  # seconds before a worker whose partitions do not exist asks whether they do
+PARTITIONS_ASKED = 5.0  # seconds; a worker of a tube with one partition asks for their number as often
 CONNECTIONS = 4  # for the pods of all partitions; one more is for claims, and one for renewals
 RELEASE_TIMEOUT = 3.0  # seconds to release all leases at the end
 REPORT_INTERVAL = 10.0  # seconds between two reports of the counts, for `replicad top`
@@ -613,12 +614,27 @@ class Worker:
             async with open_plain_nursery() as nursery:
                 nursery.start_soon(self._report)
                 nursery.start_soon(keeper.run)
+                if WHOLE in parts:
+                    nursery.start_soon(self._notice_partitions, claims.client, changed)
                 for part in parts:
                     made = partial(Partition, work, clients[part.partition % count], claims, keeper, part)
                     nursery.start_soon(self._note_failure, made, changed, failures)
                 await changed.wait()
         if failures:
             raise_as_it_was(failures[0])
+
+    async def _notice_partitions(self, client: TrioClient, changed: trio.Event) -> None:
+        """Set `changed` when the tube has more than one partition. No request about 0/1 shows it: 0/1 is always the
+        whole tube, and while this worker has its lease no other worker gets a partition.
+        """
+        while True:
+            await trio.sleep(PARTITIONS_ASKED)
+            try:
+                if await client.tube(self._work.tube) != 1:
+                    changed.set()
+                    return
+            except ReplicadError as error:  # the requests for pods show it too, and decide
+                log.info("partitions_not_asked", tube=self._work.tube, code=error.code, error=str(error))
 
     async def _note_failure(
         self, made: Callable[[], Partition], changed: trio.Event, failures: list[Exception]

@@ -144,6 +144,35 @@ async def test_a_changed_number_of_partitions_and_a_killed_connection_lose_nothi
     assert downstream.rows == await table(items)
 
 
+@pytest.mark.parametrize("waiting", [False, True], ids=["alone", "another waits for the tube"])
+async def test_a_worker_of_a_tube_with_one_partition_notices_that_there_are_more(
+    items: Database, open_worker_client: OpenClient, monkeypatch: pytest.MonkeyPatch, waiting: bool
+) -> None:
+    """No request under its lease shows it: 0/1 is always the whole tube. An idle worker must notice it too."""
+    monkeypatch.setattr("replicad.client.worker.PARTITIONS_ASKED", 0.2)
+    await items.execute("SELECT tube.tube_ensure_exists('items', 1)")
+    downstream = Downstream(items)
+
+    async def held() -> list[str]:
+        rows = await items.fetch("SELECT partition || '/' || partitions AS part FROM tube.tube_lease ORDER BY 1")
+        return [row["part"] for row in rows]
+
+    async def is_held(*parts: str) -> bool:
+        return await held() == list(parts)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(2 if waiting else 1):
+            nursery.start_soon(Worker(open_worker_client, "items", downstream.handle, settings=QUICK).run)
+        await until(lambda: is_held("0/1"))
+        await items.execute("SELECT tube.tube_ensure_exists('items', 3)")
+        await until(lambda: is_held("0/3", "1/3", "2/3"))
+        await change(items, 30)
+        await until(lambda: is_empty(items))
+        assert await held() == ["0/3", "1/3", "2/3"]
+        nursery.cancel_scope.cancel()
+    assert downstream.rows == await table(items)
+
+
 async def test_one_poison_id_is_parked_and_the_shard_goes_on(items: Database, open_worker_client: OpenClient) -> None:
     downstream = Downstream(items)
     downstream.poison = {42}

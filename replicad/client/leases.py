@@ -11,7 +11,11 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from sys import _current_frames as current_frames
+from threading import get_ident
+from traceback import extract_stack
 
 import trio
 
@@ -20,6 +24,7 @@ from replicad.client.refusals import may_pass
 from replicad.client.trio_client import TrioClient, when_ready
 from replicad.errors import LeaseHeld, LeaseLost, ReplicadError
 from replicad.eventlog import get_logger
+from replicad.nurseries import open_plain_nursery
 from replicad.tubes.commands import MAX_KEPT, Part
 
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
@@ -122,10 +127,18 @@ class Holding:
         self.renewed(self._asked)
 
     def renewed(self, asked: float) -> None:
-        """The lease was given or renewed by a request that was sent at `asked`."""
+        """The lease was given or renewed by a request that was sent at `asked`. Any thread may call it."""
         self._asked = asked
-        self.scope.deadline = self._deadline()
         self.due = asked + self._ttl / RENEWALS
+
+    async def watch(self) -> None:
+        """Cancel the scope at the deadline, which another thread may move meanwhile.
+
+        So the scope has no deadline of its own: after a blocked loop trio would cancel it before it is looked at again.
+        """
+        while trio.current_time() < self._deadline():
+            await trio.sleep_until(self._deadline())
+        self.scope.cancel()
 
     def try_again(self) -> None:
         """A renewal has failed for a reason that may pass. The deadline stays; the next try may be in time."""
@@ -167,42 +180,108 @@ log = get_logger(__name__)
 
 
 class LeaseKeeper:
-    """Renews the trusted leases of one worker. One request renews the lease that is due and all leases due soon."""
+    """Renews the trusted leases of one worker. One request renews the lease that is due and all leases due soon.
 
-    def __init__(self, open_client: OpenClient, tube: str, ttl: float) -> None:
+    It runs in a thread with an event loop of its own, so that a function of the user that blocks the worker's event
+    loop (`time.sleep`, a client library that waits) does not end the leases. If the worker's loop stands still for
+    longer than `patience`, the leases are renewed no more.
+    """
+
+    def __init__(
+        self, open_client: OpenClient, tube: str, ttl: float, patience: float, blocked: Callable[[], None]
+    ) -> None:
+        """`blocked` is called, in the worker's loop, when the loop has stood still for a third of `ttl`."""
         self._open_client = open_client
         self._tube = tube
         self._ttl = ttl
-        self._held: dict[int, Holding] = {}  # by term
-        self._added = trio.Event()
+        self._patience = patience
+        self._blocked = blocked
+        self._held: dict[int, Holding] = {}  # by term; both threads use it
+        self._alive = 0.0  # when the worker's loop ran
+        self._worker: trio.lowlevel.TrioToken | None = None
+        self._worker_thread = 0
+        self._own: trio.lowlevel.TrioToken | None = None
+        self._added = trio.Event()  # of the own loop
+        self._scope = trio.CancelScope()
 
     @contextmanager
     def keeping(self, holding: Holding) -> Iterator[None]:
         """Renew this lease during the block. When it is lost, its scope is cancelled."""
         self._held[holding.term] = holding
-        self._added.set()
+        self._in_own_loop(self._look)
         try:
             yield
         finally:
             self._held.pop(holding.term, None)
 
     async def run(self) -> None:
-        """Renew until cancelled. The connection is this task's own: on others a request may take long."""
-        async with self._open_client() as client:
-            while True:
-                self._added = trio.Event()
-                due = min((holding.due for holding in self._held.values()), default=float("inf"))
-                if trio.current_time() >= due:
-                    await self._renew(client)
-                    continue
+        """Renew until cancelled."""
+        self._worker, self._worker_thread = trio.lowlevel.current_trio_token(), get_ident()
+        self._alive = trio.current_time()
+        clock = trio.lowlevel.current_clock()  # both loops have the same time
+        async with open_plain_nursery() as nursery:
+            nursery.start_soon(self._show_life)
+            try:
+                await trio.to_thread.run_sync(
+                    partial(trio.run, self._run, clock=clock), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+                )
+            finally:
+                self._in_own_loop(self._scope.cancel)
+                nursery.cancel_scope.cancel()
+
+    async def _show_life(self) -> None:
+        while True:
+            self._alive = trio.current_time()
+            await trio.sleep(self._ttl / RENEWALS / 4)
+
+    # --- in the own thread ---
+
+    async def _run(self) -> None:
+        """Renew until the scope is cancelled. The connection is this task's own: on others a request may take long."""
+        self._own = trio.lowlevel.current_trio_token()
+        with self._scope:
+            async with open_plain_nursery() as nursery:
+                nursery.start_soon(self._watch)
+                async with self._open_client() as client:
+                    await self._renew_until_cancelled(client)
+
+    async def _renew_until_cancelled(self, client: TrioClient) -> None:
+        while True:
+            self._added = trio.Event()
+            now = trio.current_time()
+            due = min((holding.due for holding in self._held.copy().values()), default=float("inf"))
+            if now < due:
                 with trio.move_on_at(due):
                     await self._added.wait()
+            elif now > self._alive + self._patience:
+                await trio.sleep(self._ttl / RETRIES)
+            else:
+                await self._renew(client)
+
+    async def _watch(self) -> None:
+        """Report that the worker's loop stands still, and where."""
+        reported = 0.0  # the last sign of life that was reported
+        while True:
+            await trio.sleep(self._ttl / RENEWALS / 4)
+            alive, late = self._alive, trio.current_time() - self._alive
+            if late > self._ttl / RENEWALS and alive != reported:
+                reported = alive
+                where = extract_stack(current_frames().get(self._worker_thread), limit=3)
+                log.error(
+                    "event_loop_blocked",
+                    tube=self._tube,
+                    seconds=round(late, 1),
+                    where=" < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(where)),
+                    remedy="call what blocks with trio.to_thread.run_sync",
+                )
+                self._in_worker(self._blocked)
 
     async def _renew(self, client: TrioClient) -> None:
         asked = trio.current_time()
         soon = asked + self._ttl / RENEWALS / 2
-        near = sorted((holding.due, term) for term, holding in self._held.items() if holding.due <= soon)
-        group = {term: self._held[term] for _, term in islice(near, MAX_KEPT)}
+        held = self._held.copy()
+        near = sorted((holding.due, term) for term, holding in held.items() if holding.due <= soon)
+        group = {term: held[term] for _, term in islice(near, MAX_KEPT)}
         try:
             kept = set(await client.keep(self._tube, list(group)))
         except ReplicadError as error:
@@ -211,12 +290,27 @@ class LeaseKeeper:
                 if may_pass(error):
                     holding.try_again()
                 else:
-                    holding.lose(error)
-                    self._held.pop(holding.term, None)
+                    self._lose(holding, error)
             return
         for term, holding in group.items():
             if term in kept:
                 holding.renewed(asked)
             else:
-                holding.lose(LeaseLost(f"term {term} of tube {self._tube} is not held any more"))
-                self._held.pop(term, None)
+                self._lose(holding, LeaseLost(f"term {term} of tube {self._tube} is not held any more"))
+
+    def _lose(self, holding: Holding, error: ReplicadError) -> None:
+        self._held.pop(holding.term, None)
+        self._in_worker(partial(holding.lose, error))
+
+    def _look(self) -> None:
+        self._added.set()
+
+    def _in_worker(self, call: Callable[[], None]) -> None:
+        with suppress(trio.RunFinishedError):
+            assert self._worker is not None
+            self._worker.run_sync_soon(call)
+
+    def _in_own_loop(self, call: Callable[[], None]) -> None:
+        with suppress(trio.RunFinishedError):
+            if self._own is not None:  # else it begins with a look
+                self._own.run_sync_soon(call)

@@ -20,6 +20,7 @@ from typing import TypeVar
 import trio
 
 from replicad.client.attempts import CAREFUL_IDS, Attempts, Turns, control_key, row_key
+from replicad.client.calls import Calls, CallTimeout
 from replicad.client.leases import (
     ClaimConnection,
     Holding,
@@ -104,6 +105,8 @@ class WorkerStatistics:
     garbage: int = 0
     acked_pods: int = 0
     leases_lost: int = 0
+    blocked_loops: int = 0  # times that the event loop stood still for a third of `lease_ttl`
+    lost_calls: int = 0  # calls that did not return after `call_timeout`, though they were cancelled
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class Work:
     past: dict[Part, Past] = field(default_factory=dict)
     unproven: set[int] = field(default_factory=set)
     turns: Turns = field(default_factory=Turns)
+    calls: Calls = field(default_factory=Calls)
     ledgers: list[Ledger] = field(default_factory=list)  # of the partitions under a lease, which share the memory
 
 
@@ -201,10 +205,11 @@ class Partition:
             backoff.reset()
             self._work_for.ledgers.append(self._ledger)
             with lease.scope, self._keeper.keeping(lease):
-                await self._work_for.history.enter(self._client, lease.generation)
-                await self._attempts.begin(lease.term)
-                self._set_care()
                 async with open_plain_nursery() as nursery:
+                    nursery.start_soon(lease.watch)
+                    await self._work_for.history.enter(self._client, lease.generation)
+                    await self._attempts.begin(lease.term)
+                    self._set_care()
                     await self._work(nursery)
         finally:
             if self._ledger in self._work_for.ledgers:
@@ -443,29 +448,27 @@ class Partition:
             if not trial.again:
                 self._counts.processed += len(trial.touches)
                 self._finish(trial.touches)
-        elif self._triage.failed(trial, now, hung=isinstance(error, TimeoutError)):
+        elif self._triage.failed(trial, now, hung=isinstance(error, CallTimeout), tries=self._tries_of(error)):
             self._to_park.send_nowait((trial.touches[0], trial.tries, error))
         self._stirred.set()
 
     async def _attempt(self, function: Callable[[T], Awaitable[None]], what: T) -> Exception | None:
         """Call a function of the user; returns the error if it failed. A call that hangs has failed."""
-        limit = self._settings.call_timeout
-        error: Exception
-        try:
-            with trio.move_on_after(limit) as scope:
-                await function(what)
-            if not scope.cancelled_caught:
-                return None
-            error = TimeoutError(f"the call was cancelled because it took longer than {limit:g} s (call_timeout)")
-        except Exception as failure:  # noqa: BLE001 - of the user; the ids are tried again
-            error = failure
+        error = await self._work_for.calls.call(partial(function, what), self._settings.call_timeout)
+        if error is None:
+            return None
         self._counts.failed_calls += 1
+        self._counts.lost_calls += isinstance(error, CallTimeout) and error.lost
         now = trio.current_time()
         if now >= self._logged_at + LOG_INTERVAL:
             self._logged_at = now
             ids = len(what.touches) if isinstance(what, Batch) else 0
             self._log.warning("batch_failed", ids=ids, error=repr(error), failed_calls=self._counts.failed_calls)
         return error
+
+    def _tries_of(self, error: Exception) -> int:
+        """For how many tries a failure counts. Each call that does not return costs a thread, so two are enough."""
+        return (self._settings.tries + 1) // 2 if isinstance(error, CallTimeout) and error.lost else 1
 
     def _may_park(self, tries: int, before: int) -> bool:
         """Whether something that has failed that often is parked. `before`: the successes when it was tried first."""
@@ -535,10 +538,12 @@ ROUND = 60.0  # seconds: a number of partitions that changes more often is follo
 class Worker:
     """Processes the partitions of one tube until cancelled.
 
-    `open_client` makes a client; it is called a few times, whatever the number of partitions. `handle` processes a
-    batch and returns when the downstream has it; if it raises or takes longer than `call_timeout`, the batch is tried
-    again, in halves. An id that fails alone `tries` times is parked: while others succeed, always; while nothing else
-    succeeds, the downstream may be unavailable, so only one id of a partition is parked until a call succeeds.
+    `open_client` makes a client; it is called a few times, whatever the number of partitions, and once in a thread with
+    an event loop of its own, which renews the leases. `handle` processes a batch and returns when the downstream has
+    it; if it raises or takes longer than `call_timeout`, the ids are divided and tried again. An id that fails alone
+    `tries` times is parked: while others succeed, always; while nothing else succeeds, the downstream may be
+    unavailable, so only one id of a partition is parked until a call succeeds. `handle` may get an id again at any
+    time. An id with which the process ends is parked by the workers after it (docs/tubes.md).
 
     `control` is called with control pods, your own and the ones of backfills, when they are read; pods read before may
     still be in progress. A pod for which it fails is tried again and parked like an id; pods behind it go on meanwhile.
@@ -606,12 +611,15 @@ class Worker:
         work = self._work
         failures: list[Exception] = []
         changed = trio.Event()
-        keeper = LeaseKeeper(work.open_client, work.tube, work.settings.lease_ttl)
+        keeper = LeaseKeeper(
+            work.open_client, work.tube, work.settings.lease_ttl, work.settings.call_timeout, self._note_blocked
+        )
         async with AsyncExitStack() as stack:
             count = min(CONNECTIONS, len(parts))
             clients = [await stack.enter_async_context(work.open_client()) for _ in range(count)]
             claims = ClaimConnection(await stack.enter_async_context(work.open_client()))
             async with open_plain_nursery() as nursery:
+                work.calls.begin(nursery)
                 nursery.start_soon(self._report)
                 nursery.start_soon(keeper.run)
                 if WHOLE in parts:
@@ -645,6 +653,9 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - raised by `run`
             failures.append(error)
             changed.set()
+
+    def _note_blocked(self) -> None:
+        self.statistics.blocked_loops += 1
 
     async def _report(self) -> None:
         """Report the counts, failed calls among them, when they have changed. Without the right to report: never."""

@@ -8,11 +8,13 @@ from replicad.exports import exported
 
 if TYPE_CHECKING:
     from replicad.tubes.commands import CursorAt, Lease, Part
+    from replicad.tubes.keys import fields_of
 
 __all__ = [
     "CursorAt",
     "Lease",
     "Part",
+    "fields_of",
 ]
 
-__getattr__ = exported(__name__, dict.fromkeys(__all__, "commands"))
+__getattr__ = exported(__name__, {**dict.fromkeys(__all__, "commands"), "fields_of": "keys"})

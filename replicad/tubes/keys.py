@@ -6,15 +6,14 @@
 | text | any other column, or several | `text[]` | `["a","b"]` in a pod and in PARK | list of utf8 | str |
 
 A key of kind text is the text of its column as Postgres writes it under the settings of `tube_fixed`
-(tubes/sql/keys.sql). The key of several columns is a JSON array of these texts; `fields_of` reads it, and `key_of`
-writes it.
+(tubes/sql/keys.sql). The key of several columns is a JSON array of these texts, which `fields_of` reads.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 from replicad.protocol.fields import UNBOUNDED, Kind
@@ -40,11 +39,6 @@ def fields_of(key: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise ValueError(f"{key[:80]!r} is no JSON array of texts")
     return found
-
-
-def key_of(fields: Iterable[str]) -> str:
-    """The key of several columns with these texts, in the form of Postgres."""
-    return json.dumps(list(fields), ensure_ascii=False)
 
 
 def parse_key(kind: str, text: str) -> Key:

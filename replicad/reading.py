@@ -111,9 +111,9 @@ def read_toml_text(data: bytes) -> dict[str, Any]:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise Unreadable(f"it is not UTF-8 (byte {error.start + 1})") from None
-    if (found := _LONG_KEY.search(text)) is not None:
-        line = text.count("\n", 0, found.start()) + 1
-        raise Unreadable(f"line {line} has a key of over {MAX_PARTS} parts with dots between")
+    for number, line in enumerate(text.split("\n"), 1):  # one search of it all would hold the interpreter for 0.1 s
+        if line.count(".") >= MAX_PARTS and _LONG_KEY.search(line) is not None:
+            raise Unreadable(f"line {number} has a key of over {MAX_PARTS} parts with dots between")
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from replicad.postgres.programs import barrier, usable_programs
 from tests.conftest import PATIENCE, psql, server_folder
 
 pytestmark = pytest.mark.postgres
+NOBODY = 65534  # an account without rights
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +256,36 @@ def test_socket_folder_that_somebody_else_prepared_is_refused(
     sockets.chmod(0o777)
     with pytest.raises(EnvironmentRefused, match="open to others"):
         server.__enter__()
+
+
+CONNECT = """import socket, sys
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+except OSError as error:
+    print(type(error).__name__)
+else:
+    print("connected")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as others")
+def test_no_other_account_can_connect_to_the_socket(folder: Path) -> None:
+    with EmbeddedPostgres(folder) as server:
+        [place] = parse_qs(urlsplit(server.url).query)["host"]
+        path = Path(place) / ".s.PGSQL.5432"
+        answers = [
+            subprocess.run(
+                [sys.executable, "-c", CONNECT, str(path)],
+                user=user,
+                cwd="/",
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for user in (path.stat().st_uid, NOBODY)
+        ]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700, "also where everybody may pass through its folder"
+        assert answers == ["connected\n", "PermissionError\n"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand things to others")

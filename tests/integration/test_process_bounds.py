@@ -132,6 +132,45 @@ async def test_signals_that_ask_for_nothing_are_logged_and_do_no_harm(
             assert manager.recv(1000) == b"STOPPING=1"
 
 
+async def test_signals_in_masses_beside_load_delay_no_answer_for_long_and_no_end(
+    database_url: str, tmp_path: Path
+) -> None:
+    async def flood(stream: trio.SocketStream) -> None:
+        with suppress(trio.BrokenResourceError):
+            while True:
+                await stream.send_all(b"STREAMS\n" * 500)
+
+    async def swallow(stream: trio.SocketStream) -> None:
+        with suppress(trio.BrokenResourceError):
+            while await stream.receive_some(65536):
+                pass
+
+    harmless = {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
+    with serving(Served(tmp_path, database_url)) as served:
+        await served.wait_ready()
+        address = parse_address(served.ready.read_text().strip())
+        async with trio.open_nursery() as nursery, served.connect() as nc:
+            for _ in range(8):
+                stream = await trio.open_tcp_stream(address.host, address.port)
+                nursery.start_soon(flood, stream)
+                nursery.start_soon(swallow, stream)
+            for _ in range(50):
+                for number in (*harmless, signal.SIGPIPE, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH):
+                    served.process.send_signal(number)
+                await nc.send("STREAMS")
+                await nc.until("STREAMS.*")
+            assert {str(entry["signal"]) for entry in served.events("signal_ignored")} == {one.name for one in harmless}
+            served.process.send_signal(signal.SIGSTOP)
+            await nc.send("STREAMS")
+            await trio.sleep(1.0)
+            served.process.send_signal(signal.SIGCONT)
+            await nc.until("STREAMS.*")
+            served.process.send_signal(signal.SIGUSR1)
+            assert await served.end(signal.SIGTERM) == 0
+            assert (await nc.until("ERROR .*"))[-1] == "ERROR server stopping"
+            nursery.cancel_scope.cancel()
+
+
 async def test_a_service_manager_is_told_that_it_is_ready_when_clients_are_served_and_not_before(
     database_url: str, tmp_path: Path, manager: socket.socket
 ) -> None:

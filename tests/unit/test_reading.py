@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicad import reading
 from replicad.cli import app
 from replicad.config.access import Verbs, read_access
 from replicad.config.contexts import read_contexts
@@ -126,3 +127,17 @@ def test_every_file_of_toml_that_cannot_be_used_is_one_sentence(
 def test_the_deepest_and_the_largest_that_is_taken_is_taken() -> None:
     assert read_toml_text(("a = " + "[" * 90 + "]" * 90 + f"\nb = {(1 << 63) - 1}\nc = 0.5").encode())
     assert math.isclose(read_toml_text(b"x.y.z = 1e300")["x"]["y"]["z"], 1e300)
+
+
+def test_no_search_goes_through_a_whole_file_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search keeps all other threads from Python until it ends."""
+    searched: list[int] = []
+
+    class Counted:
+        def search(self, text: str) -> None:
+            searched.append(len(text))
+
+    monkeypatch.setattr(reading, "_LONG_KEY", Counted())
+    line = 'allow = ["read ' + "a." * 60 + '"]\n'
+    reading.read_toml_text("".join(f"[client.c{number}]\n{line}" for number in range(1000)).encode())
+    assert searched == [len(line) - 1] * 1000

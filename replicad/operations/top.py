@@ -160,7 +160,7 @@ class Island:
         holder = one.held_by
         if holder is not None and (holder.age_s or 0) > self.warn:
             trouble.append(f"held back for {holder.age_s:.0f} s by {who(holder)}")
-        elif one.lag_rows and one.lag_seconds > self.warn and not trouble:
+        elif one.lag_rows and (one.lag_seconds or 0) > self.warn and not trouble:
             trouble.append("late")
         return {
             "kind": "stream",

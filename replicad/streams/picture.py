@@ -33,8 +33,8 @@ class StreamPicture:
     `position` is the linear position that was published last; None where nothing was published yet. `horizon` is how
     far it could be published by now, `last_value` the last id handed out. `lag_rows` counts the committed rows behind
     `position`; None where they cannot be counted now. `lag_seconds` is how long they may have been waiting, 0 where
-    none waits. `problem` is the sentence to `state`, with the remedy. `held_by` is who holds the horizon back, or has
-    the table locked.
+    none waits; None where this role cannot see that. `problem` is the sentence to `state`, with the remedy. `held_by`
+    is who holds the horizon back, or has the table locked.
 
     From Postgres, `state` is ok or a short code, `lag_rows` is at most COUNT_LIMIT, `per_writer` has each writer's own
     position, and `published_at` is when `position` moved last. From a daemon, `state` is one of STATES, `lag_rows` is
@@ -49,7 +49,7 @@ class StreamPicture:
     horizon: int | None
     last_value: int | None
     lag_rows: int | None
-    lag_seconds: float
+    lag_seconds: float | None
     held_by: Holder | None
     per_writer: Mapping[str, int] = field(default_factory=dict)
     published_at: datetime | None = None
@@ -108,6 +108,10 @@ def _journal(name: str, text: str, of: Callable[[ChannelStatistics], float]) -> 
     return StateColumn(name, figure=family, samples=samples)
 
 
+def _lag(one: StreamPicture) -> float | None:
+    return None if one.lag_seconds is None else round(one.lag_seconds, 3)
+
+
 _OF = ("stream",)
 _STATE = Family(
     "replicad_stream_state",
@@ -164,9 +168,9 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
                 _OF,
             ),
         ),
-        StateColumn("lag_s", _LIST | _SHOW | _TOP, lambda one: round(one.lag_seconds, 3)),
+        StateColumn("lag_s", _LIST | _SHOW | _TOP, _lag),
         StateColumn(
-            "lag_seconds", _STATUS | _CONSOLE, lambda one: round(one.lag_seconds, 3),
+            "lag_seconds", _STATUS | _CONSOLE, _lag,
             label="Lag", form=ConsoleForm.SECONDS,
             figure=Family(
                 "replicad_stream_lag_seconds",

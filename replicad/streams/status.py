@@ -54,7 +54,14 @@ class _Seen:
     lockers: Mapping[int, Holder]
     reported: Mapping[str, Sequence[Reported]]
     daemon: bool
+    viewer: (
+        str | None
+    )  # the role of this session, if it could not serve streams: its rights are no matter of the streams
     now: datetime
+
+    def hides(self, stream: Stream) -> bool:
+        """Whether this session may not see for itself; then what daemons publish is all that is known."""
+        return self.viewer is not None and stream.denied is not None
 
 
 async def overview(db: Database, *, schema: str = SCHEMA) -> Overview:
@@ -93,8 +100,15 @@ async def _see(db: Database, streams: list[Stream], schema: str) -> tuple[_Seen,
     lockers = await _lockers(looks, streams, schema)
     readings: Mapping[str, Reading] = {}
     whole: DatabaseError | None = None
+    viewer: str | None = await looks.fetch_value(statement("stream_viewer", schema))
+    hidden = [stream.name for stream in streams if viewer is not None and stream.denied is not None]
+    if hidden:
+        notes.append(
+            f"role {viewer} may look at streams, and not read the tables of {len(hidden)} of them: "
+            "what daemons publish is shown, and no waiting rows"
+        )
     try:
-        readings = await _poll(db, streams, published)
+        readings = await _poll(db, [stream for stream in streams if stream.name not in hidden], published)
     except DatabaseUnavailable:
         raise
     except (StandbyRefused, DatabaseError) as error:
@@ -115,7 +129,7 @@ async def _see(db: Database, streams: list[Stream], schema: str) -> tuple[_Seen,
     if not daemon:
         notes.append("no daemon is connected to this database; start one with `replicad serve`")
     now = await looks.fetch_value("SELECT clock_timestamp()")
-    return _Seen(published, readings, whole, lockers, reported, daemon, now), tuple(notes)
+    return _Seen(published, readings, whole, lockers, reported, daemon, viewer, now), tuple(notes)
 
 
 async def _poll(db: Database, streams: list[Stream], published: Mapping[str, Published]) -> Mapping[str, Reading]:
@@ -189,7 +203,7 @@ def _problem(stream: Stream, reading: Reading, seen: _Seen) -> tuple[str, str | 
         return StreamRefused.code, stream.fault
     if seen.whole is not None:
         return seen.whole.code, str(seen.whole)
-    if stream.denied is not None:
+    if stream.denied is not None and not seen.hides(stream):
         return "denied", stream.denied
     if reading.refused is not None:
         return StreamRefused.code, str(reading.refused)
@@ -239,8 +253,12 @@ async def _ids_ahead(db: Database, stream: Stream, schema: str) -> tuple[str, st
 
 def _lag_seconds(
     stream: Stream, waiting: int | None, held_by: Holder | None, last: Published | None, seen: _Seen
-) -> float:
-    """How long rows may have been waiting: since the position or its obstacle last changed, the later of the two."""
+) -> float | None:
+    """How long rows may have been waiting: since the position or its obstacle last changed, the later of the two. None:
+    it cannot be seen whether rows wait.
+    """
+    if waiting is None and seen.hides(stream):
+        return None
     if waiting == 0:
         return 0.0
     since = last.at if last is not None else stream.created_at
@@ -255,7 +273,7 @@ def _lag_seconds(
 def _may_be_stuck(status: StreamPicture) -> bool:
     """Whether rows wait although no problem is known and the position has not changed for SETTLED seconds."""
     could_move = status.horizon is not None and (status.position is None or status.position < status.horizon)
-    return status.state == OK and bool(status.lag_rows) and could_move and status.lag_seconds > SETTLED
+    return status.state == OK and bool(status.lag_rows) and could_move and (status.lag_seconds or 0) > SETTLED
 
 
 async def _look_again(db: Database, found: list[StreamPicture], schema: str) -> list[StreamPicture]:

@@ -79,9 +79,13 @@ class PodReadBounds:
 
 
 async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
-    """All tubes of a schema, by name."""
-    rows = await db.fetch(statement("tube_load", schema), schema)
-    return [TubeInfo(**dict(row)) for row in rows]
+    """All tubes of a schema, by name. A right that this role lacks is a fault only of a role that could serve tubes."""
+    found = []
+    for row in await db.fetch(statement("tube_load", schema), schema):
+        fields = dict(row)
+        denied, looks = fields.pop("denied"), fields.pop("looks")
+        found.append(TubeInfo(**fields | {"fault": fields["fault"] or (None if looks else denied)}))
+    return found
 
 
 class PodBook:

@@ -114,18 +114,24 @@ async def _standby(seen: Evidence) -> Iterable[Finding]:
 
 async def _rights(seen: Evidence) -> Iterable[Finding]:
     row = await seen.server()
+    streams = (await seen.streams()).streams
+    denied = [one for one in streams if one.stream.denied is not None]
+    viewer = any(one.state != "denied" for one in denied)  # a role that only looks: its rights are no fault of a stream
     found = [
         failing(
             f"stream {one.stream.name}: {one.stream.denied}",
             "run what the sentence says, as the owner of the table or as a superuser",
         )
-        for one in (await seen.streams()).streams
-        if one.stream.denied is not None
+        for one in denied
+        if not viewer
     ]
     if not row["sees_sessions"]:
         role = row["role"].replace('"', '""')
         text = f"user {row['role']} cannot see what other users' sessions do, so holders have no age and no query"
         found.append(warning(text, f'GRANT pg_read_all_stats TO "{role}"'))
+    if viewer and not found:
+        few = counted(len(denied), "stream")
+        return fine(f"user {row['role']} may look at all streams and sessions, and read no rows of {few}")
     return found or fine(f"user {row['role']} may read all streams, and see all sessions")
 
 
@@ -347,7 +353,7 @@ async def _streams(seen: Evidence) -> Iterable[Finding]:
     found = []
     streams = (await seen.streams()).streams
     for one in streams:
-        if one.state == status.OK or one.stream.denied is not None:  # `rights` has the latter
+        if one.state in (status.OK, "denied"):  # `rights` has the latter
             continue
         text = f"stream {one.stream.name} ({one.state}): {one.problem}"
         level = Level.WARNING if one.state in _WAITS else Level.FAILING
@@ -378,11 +384,11 @@ async def _lag(seen: Evidence) -> Iterable[Finding]:
     streams = (await seen.streams()).streams
     found = [
         warning(
-            f"stream {one.stream.name}: {one.lag_rows:,} rows have waited for up to {one.lag_seconds:.0f} s",
+            f"stream {one.stream.name}: {one.lag_rows:,} rows have waited for up to {one.lag_seconds or 0:.0f} s",
             f"replicad streams show {quote(one.stream.name)}",
         )
         for one in streams
-        if one.lag_rows and one.lag_seconds >= limits.lag and one.held_by is None and one.state == status.OK
+        if one.lag_rows and (one.lag_seconds or 0) >= limits.lag and one.held_by is None and one.state == status.OK
     ]
     return found or fine("no rows wait without a reason")
 
@@ -397,6 +403,8 @@ async def _sequences(seen: Evidence) -> Iterable[Finding]:
         text = f"stream {row['name']}: its sequence has used {share:.0%} of {row['most']:,} ids"
         level = Level.FAILING if share >= limits.used_up else Level.WARNING
         found.append(Finding(level, text, "make column and sequence bigint; a reservation has at most 2^48 ids"))
+    if unseen := sum(row["hidden"] for row in rows):
+        return found or fine(f"not checked: this role may not read {counted(unseen, 'sequence')}")
     return found or fine(f"{counted(len(rows), 'sequence has', 'sequences have')} room")
 
 
@@ -454,7 +462,10 @@ async def _tubes(seen: Evidence) -> Iterable[Finding]:
 
 async def _readers(seen: Evidence) -> Iterable[Finding]:
     found = []
-    for row in await seen.partitions():
+    rows = await seen.partitions()
+    if any(row["pods"] is None for row in rows):
+        return fine("not checked: this role may not count the pods of every tube")
+    for row in rows:
         where = f"tube {row['tube']}, partition {row['partition']}"
         if row["pods"] and row["holder"] is None:
             age, pods = row["lag_s"] or 0, counted(row["pods"], "pod waits", "pods wait")

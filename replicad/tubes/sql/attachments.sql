@@ -37,7 +37,8 @@ BEGIN
         coalesce(shard, tube_infer_shard(tbl), before.shard, CASE WHEN routing IS NOT NULL THEN 0 END),
         predicate, routing,
         CASE WHEN predicate IS NULL AND routing IS NULL THEN '{}' ELSE tube_safe_path(path) END,
-        coalesce(key, tube_key_default(tbl, before.key)), tube_qualified(tbl));
+        coalesce(key, tube_key_default(tbl, before.key)),
+        (SELECT ARRAY[n.nspname, c.relname] FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = tbl));
     IF tube_key_kind(tube_key_types(tbl, wanted.key)) = 'text' AND NOT EXISTS (
             SELECT FROM tube_attachment a WHERE a.tube = t.tube) THEN
         t := tube_keys_ensure(t, 'text');

@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS tube_attachment (
     routing text,                             -- SQL on a row that yields its shard; NULL: shard for every row
     path name[] NOT NULL,                     -- schemas in which names of predicate and routing are looked up
     key name[] NOT NULL,                      -- the columns that name a row
-    given text NOT NULL,                      -- the name of root when it was attached, quoted, with its schema
+    given name[] NOT NULL,                    -- the schema and the name of root when it was attached
     PRIMARY KEY (tube, tbl)
 );
 COMMENT ON TABLE tube_attachment IS 'replicad: which tables touch which tubes; use tube_table_ensure_attached()';

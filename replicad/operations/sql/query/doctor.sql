@@ -17,12 +17,15 @@ SELECT
             AND a.datid = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()))::integer AS daemons
 
 -- name: doctor_sequences
--- How far each stream's sequence is used up: its last value, and the highest that it, or a reservation, can give.
-SELECT s.name, pg_sequence_last_value(s.sequence) AS last,
+-- How far each stream's sequence is used up: its last value, and the highest that it, or a reservation, can give. `hidden`:
+-- this role may not read it.
+SELECT s.name, CASE WHEN r.may THEN pg_sequence_last_value(s.sequence) END AS last, NOT r.may AS hidden,
     CASE WHEN s.method = 'reservation' THEN least(q.seqmax, (1::bigint << 48) - 1) ELSE q.seqmax END AS most
 FROM {schema}.stream AS s
 JOIN pg_sequence AS q ON q.seqrelid = s.sequence
-WHERE has_sequence_privilege(s.sequence::oid, 'SELECT') OR has_sequence_privilege(s.sequence::oid, 'USAGE')
+CROSS JOIN LATERAL (
+    SELECT has_sequence_privilege(s.sequence::oid, 'SELECT') OR has_sequence_privilege(s.sequence::oid, 'USAGE') AS may
+) AS r
 ORDER BY s.name
 
 -- name: doctor_strangers

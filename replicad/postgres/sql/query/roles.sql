@@ -97,13 +97,14 @@ BEGIN
             SELECT c.relnamespace::regnamespace, format('%I.%I', n.nspname, c.relname)
             FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
             WHERE n.nspname = ANY ({schemas}) AND c.relname IN (
-                'stream_version', 'stream_ack', 'stream_trouble', 'stream_daemon', 'ownership_version', 'federation_version', 'federation_sender', 'federation_parked',
+                'stream_version', 'stream_ack', 'stream_trouble', 'stream_daemon', 'ownership_version', 'federation_version', 'federation_sender', 'federation_parked', 'federation_destination', 'federation_destination_room', 'federation_edu',
                 'tube_version', 'tube_registry', 'tube_attachment', 'tube_backfill', 'tube_lease', 'tube_parked', 'tube_report')
         LOOP
             EXECUTE format('GRANT USAGE ON SCHEMA %s TO %I', folder, role);
-            -- Without the terms of leases: who sends one over TCP speaks for the lease.
+            -- Without the terms of leases: who sends one over TCP speaks for the lease. Without the content of updates.
             EXECUTE format('GRANT SELECT%s ON TABLE %s TO %I',
-                CASE WHEN name LIKE '%.tube_lease' THEN ' (tube, partitions, partition, holder, beat, ttl)' ELSE '' END, name, role);
+                CASE WHEN name LIKE '%.tube_lease' THEN ' (tube, partitions, partition, holder, beat, ttl)'
+                    WHEN name LIKE '%.federation_edu' THEN ' (id, source, destination, key)' ELSE '' END, name, role);
         END LOOP;
         FOR reports IN SELECT to_regprocedure(f) FROM unnest({reports}) f WHERE to_regprocedure(f) IS NOT NULL LOOP
             EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', reports, role);

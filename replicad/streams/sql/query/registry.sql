@@ -1,5 +1,9 @@
 -- What the daemon and the commands read of the registry of streams.
 
+-- name: stream_viewer
+-- The name of this role if it could not serve streams and may only look; else NULL.
+SELECT CASE WHEN NOT has_table_privilege('{schema}.stream_daemon', 'UPDATE') THEN current_user::text END
+
 -- name: stream_load
 -- Registered streams, all of them or those that are named, with what serving them needs. Each of `readers` is what
 -- stream_reader(stream_runs_as()) gives, once for all streams.

@@ -1,7 +1,8 @@
 -- What the daemon and the commands read of tubes.
 
 -- name: tube_load
--- The tubes, and the fault of each (NULL: none). $1 text: the schema's name. Reads tube_registry and catalogs only, so
+-- The tubes, and the fault of each (NULL: none). `denied`: the right on its table that a daemon needs and this role lacks;
+-- `looks`: this role could not serve tubes in any case. $1 text: the schema's name. Reads tube_registry and catalogs only, so
 -- that a tube whose table is locked, broken or missing does not hide the others.
 SELECT
     r.tube AS name,
@@ -22,10 +23,11 @@ SELECT
             '%1$I.%2$I is not the table that replicad made: it needs the columns seq, op, shard, ids, payload and ts. '
             'Restore the old one, or drop this one and create it again: replicad tubes create %2$s --partitions %3$s',
             $1::text, r.tube, r.partitions)
-        WHEN NOT (has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')) THEN format(
-            'this user may not read and delete pods in its table: GRANT SELECT, INSERT, UPDATE, DELETE ON %I.%I TO %I',
-            $1::text, r.tube, current_user)
-    END AS fault
+    END AS fault,
+    CASE WHEN NOT (has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')) THEN format(
+        'this user may not read and delete pods in its table: GRANT SELECT, INSERT, UPDATE, DELETE ON %I.%I TO %I',
+        $1::text, r.tube, current_user) END AS denied,
+    NOT has_table_privilege('{schema}.tube_lease', 'UPDATE') AS looks
 FROM {schema}.tube_registry AS r
 LEFT JOIN pg_namespace AS n ON n.nspname = $1::text
 LEFT JOIN pg_class AS c ON c.relname = r.tube AND c.relnamespace = n.oid

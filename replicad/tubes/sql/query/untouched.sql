@@ -94,15 +94,17 @@ ORDER BY u.tube, u.number
 -- Attached tables whose name, as it was given, leads to another table by now, which is not attached: what writes by that name
 -- is not recorded. At most three for each tube, and their number. Reads tube_attachment and catalogs only.
 WITH parted AS (
-    SELECT a.*, row_number() OVER (PARTITION BY a.tube ORDER BY a.tbl::oid) AS number, count(*) OVER (PARTITION BY a.tube) AS tables
+    SELECT a.*, other.relkind IN ('r', 'p') AS attachable, row_number() OVER (PARTITION BY a.tube ORDER BY a.tbl::oid) AS number,
+        count(*) OVER (PARTITION BY a.tube) AS tables
     FROM {schema}.tube_attachment AS a
     JOIN pg_class AS c ON c.oid = a.tbl
-    JOIN pg_class AS other ON other.oid = to_regclass(a.given)
+    JOIN pg_namespace AS n ON n.nspname = a.given[1]
+    JOIN pg_class AS other ON other.relnamespace = n.oid AND other.relname = a.given[2]
     WHERE a.tbl = a.root AND other.oid <> a.tbl
         AND NOT EXISTS (SELECT FROM {schema}.tube_attachment AS x WHERE x.tube = a.tube AND x.tbl = other.oid)
 )
-SELECT p.tube, p.given, {schema}.tube_qualified(p.tbl) AS name, p.shard, p.predicate, p.routing, p.key, p.tables,
-    (SELECT other.relkind IN ('r', 'p') FROM pg_class AS other WHERE other.oid = to_regclass(p.given)) AS attachable
+SELECT p.tube, format('%I.%I', p.given[1], p.given[2]) AS given, {schema}.tube_qualified(p.tbl) AS name, p.shard, p.predicate,
+    p.routing, p.key, p.tables, p.attachable
 FROM parted AS p
 WHERE p.number <= 3
 ORDER BY p.tube, p.number

@@ -21,10 +21,12 @@ def statement_to_end(holder: Holder) -> str | None:
 
 
 def how_to_end(holder: Holder) -> str:
-    """What to do about the holder: the statement, or a command."""
+    """What to do about the holder, and who can: the statement, or a command."""
     statement = statement_to_end(holder)
     if statement is not None:
-        return statement if holder.gid is None else f"{statement} (or COMMIT PREPARED, if it was meant)"
+        if holder.gid is not None:
+            return f"{statement}, as the role that prepared it or a superuser (or COMMIT PREPARED, if it was meant)"
+        return f"{statement}, as that session's role, a superuser or a member of pg_signal_backend"
     if holder.application_name:
         return f"start the writer {holder.application_name}, or `replicad streams writers retire`"
     return "SELECT * FROM pg_locks WHERE NOT granted"

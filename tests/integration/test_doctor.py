@@ -354,7 +354,8 @@ async def test_what_holds_a_stream_and_a_tube_back_is_named_with_the_statement_t
             found = await world.find(BY_NAME["holders"])
     assert [one.level for one in found] == [level, level]
     assert f"by pid {pid} (forgetful)" in found[0].text
-    assert {one.remedy for one in found} == {f"SELECT pg_terminate_backend({pid})"}
+    who = "as that session's role, a superuser or a member of pg_signal_backend"
+    assert {one.remedy for one in found} == {f"SELECT pg_terminate_backend({pid}), {who}"}
     assert found[1].text.startswith("tube orders is held back for ")
 
 

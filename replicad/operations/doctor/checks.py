@@ -374,7 +374,10 @@ async def _holders(seen: Evidence) -> Iterable[Finding]:
         if row["partition"] == 0 and (row["writer_s"] or 0) >= limits.held:
             text = f"tube {row['tube']} is held back for {row['writer_s']:.0f} s by {row['writer']}"
             pid = row["writer"].split()[1] if row["writer"].startswith("pid ") else None
-            remedy = f"SELECT pg_terminate_backend({pid})" if pid else "ROLLBACK PREPARED, or COMMIT PREPARED"
+            who_can = "as that session's role, a superuser or a member of pg_signal_backend"
+            remedy = (
+                f"SELECT pg_terminate_backend({pid}), {who_can}" if pid else "ROLLBACK PREPARED, or COMMIT PREPARED"
+            )
             found.append((failing if row["writer_s"] >= limits.held_long else warning)(text, remedy))
     return found or fine(f"nothing has held a stream or tube back for {limits.held:.0f} s")
 

@@ -178,6 +178,7 @@ class BatchRunner:
     suspects: SuspectShards | None = None
     unreadable: dict[int, str] = field(default_factory=dict)
     _unmarked: bool = False
+    _done: int | None = None  # the last batch that ended well
 
     def __call__(self, pods: DataFrame, number: int) -> None:
         """Run one micro-batch of the source's rows (with payloads)."""
@@ -188,7 +189,7 @@ class BatchRunner:
         else:
             self.unmark()
         try:
-            batch = BatchId(_query_id(pods.sparkSession), number)
+            batch = self._identified(pods.sparkSession, number)
             with self._readable(pods) as readable:
                 outcome = self._run(readable, batch)
                 garbage = self._collect_garbage(pods.sparkSession, batch, outcome.controls)
@@ -199,6 +200,7 @@ class BatchRunner:
             raise
         finally:
             self.busy = False
+        self._done = number
         if not outcome.pods:  # Spark also makes batches without data
             return
         report = BatchReport(
@@ -219,6 +221,24 @@ class BatchRunner:
             self.send_report(report)
         if self.on_batch is not None:
             self.on_batch(report, self.result)
+
+    def _identified(self, spark: SparkSession, number: int) -> BatchId:
+        """The batch as downstreams know it.
+
+        Raises:
+            DownstreamError: the downstream was put back to a state before the batch that this run wrote last.
+        """
+        query = _query_id(spark)
+        if self.checkpoint is None:
+            return BatchId(query, number)
+        batch = BatchId(query + self.checkpoint.recorded_as().suffix, number, mark=self.checkpoint.mark(number))
+        last = self.sink.last_batch(batch.query)
+        if last is not None and self._done is not None and (last.restored or last.whole < self._done):
+            raise DownstreamError(
+                f"the downstream was restored while the pipeline ran: it has batch {last.whole} of this query, and "
+                f"batch {self._done} was written; start with --rebuild, which schedules a backfill of all rows"
+            )
+        return batch
 
     def unmark(self) -> None:
         """Remove the mark PARKED: no batch will be replayed that lacks parked pods. Safe to repeat."""
@@ -310,7 +330,7 @@ class BatchRunner:
                 continue
             settled = False
             done.step += 1
-            step = BatchId(batch.query, batch.number, done.step)
+            step = replace(batch, step=done.step)
             outcome = self._run(_touch(spark, control, stale), step, purged=control.shard if control.purges else None)
             if outcome.repeated:  # the step was done before a crash, with other ids
                 continue

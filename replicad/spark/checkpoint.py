@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+import secrets
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -42,7 +46,29 @@ def below(folder: Path, text: str) -> str:
 
 
 DOWNSTREAM = "replicad-downstream"  # what the downstream says of itself; Spark's own files have other names
+BATCHES = "replicad-batches"  # the name under which the downstream has our batches, see `RecordedAs`
 PARKED = "replicad.parked"  # pods of a batch that may be replayed were parked
+
+
+@dataclass(frozen=True, slots=True)
+class SparkBatches:
+    """The query's id, the last batch in its commit log, and the last batch that it has planned; -1 for none."""
+
+    query: str | None
+    committed: int
+    planned: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAs:
+    """The downstream has the batches from number `since` on under the query's id with this suffix.
+
+    A checkpoint or a downstream that was put back gets another suffix when the downstream is rebuilt: the numbers of
+    Spark's batches then say nothing about the batches that the downstream had before.
+    """
+
+    suffix: str = ""
+    since: int = 0
 
 
 class Checkpoint(ABC):
@@ -60,6 +86,40 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, name: str) -> str | None:
         """The text of a file of ours; None if there is none."""
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """The names in a folder of Spark's; none if there is no such folder."""
+
+    def batches(self) -> SparkBatches:
+        """The batches in Spark's logs."""
+        metadata = self.read("metadata")
+        last = {
+            log: max((int(name) for name in self.names(log) if name.isdecimal()), default=-1)
+            for log in ("commits", "offsets")
+        }
+        query = None if metadata is None else str(json.loads(metadata)["id"])
+        return SparkBatches(query, last["commits"], last["offsets"])
+
+    def mark(self, number: int) -> int:
+        """A number that two plans of a batch do not share: Spark logs the offsets with the time of the plan."""
+        offsets = self.read(f"offsets/{number}")
+        if offsets is None:
+            raise EnvironmentRefused(f"checkpoint {self.location} has no offsets/{number}; was it changed meanwhile?")
+        return int.from_bytes(hashlib.blake2b(offsets.encode(), digest_size=7).digest())
+
+    def recorded_as(self) -> RecordedAs:
+        """See `RecordedAs`."""
+        text = self.read(BATCHES)
+        if not text:
+            return RecordedAs()
+        found = json.loads(text)
+        return RecordedAs(found["suffix"], found["since"])
+
+    def record_anew(self) -> None:
+        """Let the downstream have the batches from the next one on under a new name: it has none of that name."""
+        suffix, since = f"/{secrets.token_hex(4)}", self.batches().committed + 1
+        self.write(BATCHES, json.dumps({"suffix": suffix, "since": since}))
 
     @abstractmethod
     def write(self, name: str, text: str) -> None:
@@ -106,6 +166,15 @@ class LocalCheckpoint(Checkpoint):
         except OSError as error:
             raise EnvironmentRefused(f"{self._folder / name} cannot be read: {error.strerror}") from error
 
+    def names(self, folder: str) -> list[str]:
+        """See Checkpoint."""
+        try:
+            return os.listdir(self._folder / folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise EnvironmentRefused(f"{self._folder / folder} cannot be read: {error.strerror}") from error
+
     def write(self, name: str, text: str) -> None:
         """See Checkpoint."""
         new = self._folder / f".{name}.new"
@@ -147,6 +216,13 @@ class HadoopCheckpoint(Checkpoint):
                 return str(self._jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
             finally:
                 stream.close()
+
+    def names(self, folder: str) -> list[str]:
+        """See Checkpoint."""
+        with self._errors():
+            if not self._files.exists(self._path(folder)):
+                return []
+            return [str(one.getPath().getName()) for one in self._files.listStatus(self._path(folder))]
 
     def write(self, name: str, text: str) -> None:
         """See Checkpoint. An object store makes the object when the stream is closed."""

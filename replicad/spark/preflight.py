@@ -5,7 +5,9 @@ of retries, in its log. A warning names tables that the pipeline would read and 
 
 The checkpoint records which pods were acked, so their rows are downstream and nowhere else. If the downstream was
 dropped, created again, restored or replaced, the rows are missing there: only rows that are touched later would come.
-So the checkpoint keeps the identity of the downstream (`Sink.identity`), and each start compares it.
+So the checkpoint keeps the identity of the downstream (`Sink.identity`), and each start compares it. The identity
+survives a restore, so the last batches of the downstream (`Sink.last_batch`) are compared with Spark's logs too: a
+downstream that is behind was put back, and so was a checkpoint that is behind.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 from replicad.errors import ConnectionLost, DatabaseError, DatabaseUnavailable, ReplicadError, UsageError
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
-from replicad.spark.checkpoint import DOWNSTREAM, Checkpoint
+from replicad.spark.checkpoint import DOWNSTREAM, PARKED, Checkpoint
 from replicad.spark.database import forget, literal, patiently, quote
 from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.pipeline_config import AVAILABLE_NOW, PipelineConfig
@@ -249,19 +251,49 @@ def check_downstream(config: PipelineConfig, checkpoint: Checkpoint) -> None:
         UsageError: it is another one. DatabaseError: the backfill cannot be scheduled.
     """
     found, known = config.sink.identity(), (checkpoint.read(DOWNSTREAM) or "").strip() or None
-    if known is not None and known != found:
+    why = _not_the_same(config, checkpoint) if known in (None, found) else _REPLACED
+    if why is not None:
         if not config.rebuild:
             raise UsageError(
-                f"the downstream is not the one that checkpoint {config.checkpoint} has written to: it was dropped, "
-                "restored or replaced, and rows that were acked before are missing in it. Start with --rebuild, which "
-                "schedules a backfill of all rows; or bring the old one back"
+                f"the downstream is not the one that checkpoint {config.checkpoint} has written to: {why}. Start with "
+                "--rebuild, which schedules a backfill of all rows; or bring the old one back"
             )
         _schedule_backfill(config)
+        checkpoint.write(PARKED, "")  # a batch that is planned comes again, and another copy may have acked its pods
+        checkpoint.record_anew()
         checkpoint.remove(
             DOWNSTREAM
         )  # if there is none yet (an index without documents), a later start takes the new one
-    if found is not None and found != known:
+    if found is not None and (found != known or why is not None):
         checkpoint.write(DOWNSTREAM, f"{found}\n")
+
+
+_REPLACED = "it was dropped, restored or replaced, and rows that were acked before are missing in it"
+
+
+def _not_the_same(config: PipelineConfig, checkpoint: Checkpoint) -> str | None:
+    """Why the batches of the downstream and of Spark's logs are not of one history; None if they are.
+
+    Spark logs the commit of a batch when the downstream has it as a whole. So the downstream has at least the committed
+    batches, and at most the planned ones.
+    """
+    spark, recorded = checkpoint.batches(), checkpoint.recorded_as()
+    if spark.query is None:
+        return None
+    last = config.sink.last_batch(spark.query + recorded.suffix)
+    if last is None:
+        return None
+    if last.newest > spark.planned:
+        return (
+            f"it has batch {last.newest}, and the checkpoint has planned batches up to {spark.planned} only, so the "
+            "checkpoint was put back from an older copy, and its next batches would be taken for batches that are there"
+        )
+    if last.restored or last.whole < spark.committed >= recorded.since:
+        return (
+            f"it has batch {last.whole} as its last one, and batch {spark.committed} was acked, so it was put back "
+            "from an older copy, and rows that were acked are missing in it"
+        )
+    return None
 
 
 def _schedule_backfill(config: PipelineConfig) -> None:

@@ -111,7 +111,8 @@ def test_a_committed_batch_that_comes_again_is_not_applied_again(tmp_path: Path)
     again = sink.apply(SHAPE, BatchId("q", 4), 0, changes({(1, 1): "second"}))
     assert again.repeated
     sink.commit(BatchId("q", 4), [again])
-    put(sink, 3, changes({(1, 1): "late"}))
+    with pytest.raises(DownstreamError, match="batch 3 comes, and the downstream has a later batch 4"):
+        put(sink, 3, changes({(1, 1): "late"}))
     assert parquet_rows(tmp_path) == {(1, 1): "first"}
     put(sink, 4, changes({(1, 1): "garbage step"}), step=1)
     assert parquet_rows(tmp_path) == {(1, 1): "garbage step"}
@@ -174,7 +175,8 @@ def test_a_postgres_table_takes_a_batch_once(url: str) -> None:
     assert not sink.apply(SHAPE, BatchId("q", 0), 1, changes({(2, 1): "other task"})).repeated
     done = sink.apply(SHAPE, BatchId("q", 1), 0, changes({(1, 2): "B"}, [(1, 1), (1, 99)]))
     assert (done.written, done.deleted) == (1, 1)
-    assert sink.apply(SHAPE, BatchId("q", 0, 5), 0, changes({(1, 2): "zombie"})).repeated
+    with pytest.raises(DownstreamError, match="batch 0 comes, and the downstream has a later batch 1"):
+        sink.apply(SHAPE, BatchId("q", 0, 5), 0, changes({(1, 2): "zombie"}))
     assert postgres_rows(url) == {(1, 2): "B", (2, 1): "other task"}
     assert sink.stale_ids(SHAPE, 1, 2, 10).to_pylist() == [2]
     assert psql(url, "SELECT batch, written, deleted FROM dw.replicad_batches WHERE task = 0") == "1|1|1"

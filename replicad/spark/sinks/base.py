@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from replicad.errors import DownstreamUnavailable
+from replicad.errors import DownstreamError, DownstreamUnavailable
 from replicad.spark.enrich import EnrichedRows
 
 
@@ -45,12 +45,43 @@ class Shape:
 class BatchId:
     """A micro-batch: the query's id, the batch's number, and its step (0 is the batch itself, then garbage collection).
 
-    Within a query (number, step) grows, except that the last ones may be repeated.
+    Within a query (number, step) grows, except that the last ones may be repeated. `mark` is made from the offsets of
+    the batch: two batches of one number with different marks are of two copies of a checkpoint.
     """
 
     query: str
     number: int
     step: int = 0
+    mark: int = field(default=0, compare=False)
+
+    def is_repeated(self, last: tuple[int, int, int] | None) -> bool:
+        """Whether the batch is in a downstream whose last batch of the query is `last` (number, step, mark).
+
+        Raises:
+            DownstreamError: the downstream has a later batch, or another one of this number.
+        """
+        if last is None or last[0] < self.number:
+            return False
+        if last[0] > self.number or last[2] != self.mark:
+            which = "another" if last[0] == self.number else "a later"
+            raise DownstreamError(
+                f"batch {self.number} comes, and the downstream has {which} batch {last[0]} of this query: another "
+                "driver runs from a copy of the checkpoint, or the checkpoint is an older copy. It was not written"
+            )
+        return last[1] >= self.step
+
+
+@dataclass(frozen=True, slots=True)
+class LastBatch:
+    """The last batches of a query in a downstream, -1 for none.
+
+    `whole` is the last that is there as a whole; of `newest` there is at least a part. `restored`: the downstream was
+    put back to an older state after its last batch.
+    """
+
+    whole: int = -1
+    newest: int = -1
+    restored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +123,14 @@ class Sink(ABC):
 
         None: it is not known, or there is none yet.
         """
+        return None
+
+    def last_batch(self, query: str) -> LastBatch | None:
+        """On the driver, after `prepare`: the last batches of a query. None: this downstream keeps no numbers.
+
+        A downstream that keeps them has each batch whose `commit` returned, also a batch without changes.
+        """
+        del query
         return None
 
     @abstractmethod

@@ -7,6 +7,7 @@ all, and a repeated batch is recognised: the effect is exactly once. Files of ol
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,12 +26,15 @@ from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.checkpoint import local_path
 from replicad.spark.columns import remedy, widens
 from replicad.spark.enrich import EnrichedRows, conform
-from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink, written
+from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, written
 
 STAGING = "_replicad"  # Delta and its VACUUM ignore folders that begin with _
 _GONE = "_gone"
 _ORPHAN_AGE = 86400.0  # seconds after which a staged file must be from a crash, not from a slow task
 _STEPS = 20  # low bits of a transaction's version: the step of the batch
+_MARK = " mark"  # after the query's id: the transaction whose version is the mark of the last batch
+_OURS = "replicad"  # key in the information of a commit: the query that made it
+_MOST_COMMITS = 1000  # of others that are looked at for a RESTORE after our last commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,18 @@ class DeltaSink(Sink):
         """The number that Delta gave to the table."""
         return str(_deltalake().DeltaTable(self.uri, storage_options=self.storage or None).metadata().id)
 
+    def last_batch(self, query: str) -> LastBatch:
+        """From the log. RESTORE keeps the numbers of transactions, so it is looked for behind our last commit."""
+        table = self._table()
+        last = table.transaction_version(query)
+        if last is None:
+            return LastBatch()
+        restored = False
+        if table.history(1)[0].get(_OURS) != query:
+            others = itertools.takewhile(lambda commit: commit.get(_OURS) != query, table.history(_MOST_COMMITS))
+            restored = any(commit["operation"] == "RESTORE" for commit in others)
+        return LastBatch(last >> _STEPS, last >> _STEPS, restored)
+
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
         """Stage the changes in a new file."""
         with written(f"the Delta table {self.uri}"):
@@ -125,11 +141,19 @@ class DeltaSink(Sink):
         store, _ = _store(self.uri)
         files = [json.loads(done.note) for done in applied if done.note]
         deleted = 0
-        if files and not self._holds(batch):
+        if not self._holds(batch):
             delta = _deltalake()
-            transaction = delta.Transaction(batch.query, _version(batch))
-            properties = delta.CommitProperties(app_transactions=[transaction])
-            deleted = self._merge(self._table(), ds.dataset(files, filesystem=store), properties)
+            numbers = {batch.query: batch.number << _STEPS | batch.step, f"{batch.query}{_MARK}": batch.mark}
+            properties = delta.CommitProperties(
+                app_transactions=[delta.Transaction(*one) for one in numbers.items()],
+                custom_metadata={_OURS: batch.query},
+            )
+            if files:
+                deleted = self._merge(self._table(), ds.dataset(files, filesystem=store), properties)
+            else:  # the number alone
+                table = self._table()
+                nothing = pa.schema(table.schema().to_arrow()).empty_table()
+                delta.write_deltalake(table, nothing, mode="append", commit_properties=properties)
         for path in files:
             store.delete_file(path)
         return deleted
@@ -161,13 +185,13 @@ class DeltaSink(Sink):
         return _deltalake().DeltaTable(self.uri, storage_options=self.storage or None)
 
     def _holds(self, batch: BatchId) -> bool:
-        """Whether the batch, or a later batch of its query, is in the table."""
-        last: int | None = self._table().transaction_version(batch.query)
-        return last is not None and last >= _version(batch)
-
-
-def _version(batch: BatchId) -> int:
-    return batch.number << _STEPS | batch.step
+        """Whether the batch is in the table. Raises DownstreamError as `BatchId.is_repeated`."""
+        table = self._table()
+        last: int | None = table.transaction_version(batch.query)
+        if last is None:
+            return False
+        mark = table.transaction_version(f"{batch.query}{_MARK}")
+        return batch.is_repeated((last >> _STEPS, last & ((1 << _STEPS) - 1), mark))
 
 
 def _deltalake() -> Any:

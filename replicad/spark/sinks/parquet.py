@@ -31,7 +31,7 @@ from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.checkpoint import local_path
 from replicad.spark.columns import grows, remedy
 from replicad.spark.enrich import EnrichedRows, conform
-from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink, written
+from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, written
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -56,13 +56,13 @@ class Leaf:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """One version of the table. `shards` maps a shard to its leaves by `low`, `applied` a query to its last (batch,
-    step).
+    step, mark).
     """
 
     version: int
     shape: Shape
     shards: Mapping[int, tuple[Leaf, ...]] = field(default_factory=dict)
-    applied: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    applied: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
     def files(self) -> list[str]:
@@ -75,14 +75,14 @@ class Manifest:
         return sum(leaf.rows for leaves in self.shards.values() for leaf in leaves)
 
     def holds(self, batch: BatchId) -> bool:
-        """Whether the batch, or a later batch of its query, is in the table."""
-        return self.applied.get(batch.query, (-1, 0)) >= (batch.number, batch.step)
+        """Whether the batch is in the table. Raises DownstreamError as `BatchId.is_repeated`."""
+        return batch.is_repeated(self.applied.get(batch.query))
 
     def with_batch(self, batch: BatchId, changed: Mapping[int, Sequence[Leaf]]) -> Manifest:
         """The next version, with the batch and the new leaves of the shards in `changed`."""
         shards = {**self.shards, **{shard: tuple(leaves) for shard, leaves in changed.items()}}
         applied = {query: at for query, at in self.applied.items() if query != batch.query}
-        applied[batch.query] = (batch.number, batch.step)
+        applied[batch.query] = (batch.number, batch.step, batch.mark)
         kept = dict(list(applied.items())[-KEPT_QUERIES:])
         return Manifest(
             self.version + 1, self.shape, {shard: leaves for shard, leaves in shards.items() if leaves}, kept
@@ -113,7 +113,7 @@ class Manifest:
             raise ValueError(f"format {found['format']}")
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
         shards = {int(shard): tuple(Leaf(*leaf) for leaf in leaves) for shard, leaves in found["shards"].items()}
-        applied = {query: (at[0], at[1]) for query, at in found["applied"].items()}
+        applied = {query: (at[0], at[1], at[2]) for query, at in found["applied"].items()}
         return cls(found["version"], Shape(schema, found["id"]), shards, applied)
 
 
@@ -416,6 +416,11 @@ class ParquetSink(Sink):
     def identity(self) -> str:
         """Of the folder: the number that it got when it was made."""
         return self._identity.read_text(encoding="ascii").strip()
+
+    def last_batch(self, query: str) -> LastBatch:
+        """From the last manifest. A folder that was put back has an older one."""
+        number = self._latest().applied.get(query, (-1,))[0]
+        return LastBatch(number, number)
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:  # noqa: ARG002
         """Write new files for the changed ids. `commit` makes them part of the table."""

@@ -1,15 +1,16 @@
 """A Postgres table as the downstream: upserts and deletes in one transaction with the batch's number.
 
-Each task has one transaction. Its first statement sets this task's row in `replicad_batches` to the batch. If the row
-already has this batch or a later one, the task writes nothing. So a repeated task or batch, or a driver that still runs
-after its replacement, changes nothing: the effect is exactly once.
+Each task has one transaction, which sets this task's row in `replicad_batches` to the batch. If the row already has
+this batch, the task writes nothing; if it has a later one, the task fails. So a repeated task or batch, or a driver
+that still runs after its replacement, changes nothing: the effect is exactly once. The driver has a row too, which it
+sets when all tasks are done.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from replicad.eventlog import get_logger
 from replicad.spark.columns import COLUMNS, ColumnType
 from replicad.spark.database import PATIENCE, forget, literal, patiently, quote
 from replicad.spark.enrich import EnrichedRows
-from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink
 from replicad.sqlstates import NOT_OF_A_ROW, means
 
 _TYPES = {
@@ -50,13 +51,20 @@ log = get_logger("replicad.spark")
 _BATCHES = """
 CREATE TABLE IF NOT EXISTS {batches} (
   query text NOT NULL, target text NOT NULL, task integer NOT NULL, batch bigint NOT NULL, step integer NOT NULL,
-  written bigint NOT NULL DEFAULT 0, deleted bigint NOT NULL DEFAULT 0, at timestamptz NOT NULL DEFAULT now(),
+  mark bigint NOT NULL, written bigint NOT NULL DEFAULT 0, deleted bigint NOT NULL DEFAULT 0,
+  at timestamptz NOT NULL DEFAULT now(),
   PRIMARY KEY (query, target, task))"""
 _CLAIM = """
-INSERT INTO {batches} AS b (query, target, task, batch, step) VALUES ($1, $2, $3, $4, $5)
-ON CONFLICT (query, target, task) DO UPDATE SET batch = excluded.batch, step = excluded.step, at = now()
-WHERE (b.batch, b.step) < (excluded.batch, excluded.step)
+INSERT INTO {batches} AS b (query, target, task, batch, step, mark) VALUES ($1, $2, $3, $4, $5, $6)
+ON CONFLICT (query, target, task) DO UPDATE SET batch = excluded.batch, step = excluded.step, mark = excluded.mark,
+  at = now()
+WHERE b.batch < excluded.batch OR (b.batch = excluded.batch AND b.step < excluded.step AND b.mark = excluded.mark)
 RETURNING true"""
+_LAST = "SELECT batch, step, mark FROM {batches} WHERE query = $1 AND target = $2 AND task = $3"
+_LASTS = """
+SELECT COALESCE(max(batch) FILTER (WHERE task = $3), -1), COALESCE(max(batch), -1)
+FROM {batches} WHERE query = $1 AND target = $2"""
+_DRIVER = -1  # its number as a task
 _COUNT = "UPDATE {batches} SET written = $4, deleted = $5 WHERE query = $1 AND target = $2 AND task = $3 RETURNING 1"
 _UPSERT = """
 WITH done AS (INSERT INTO {table} AS t ({columns}) SELECT {casts} FROM pg_temp.{stage}
@@ -202,11 +210,38 @@ class PostgresSink(Sink):
 
     def _apply(self, cursor: Any, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
         who = (batch.query, self.table, task)
-        if not _ask(cursor, _CLAIM.format(batches=self._batches), *who, batch.number, batch.step):
+        if not self._claim(cursor, batch, task):
             return Applied(repeated=True)
         applied = self._write(cursor, shape, changes)
         _ask(cursor, _COUNT.format(batches=self._batches), *who, applied.written, applied.deleted)
         return applied
+
+    def _claim(self, cursor: Any, batch: BatchId, task: int) -> bool:
+        """Set the task's row to the batch. False if it has it. Raises DownstreamError as `BatchId.is_repeated`."""
+        who = (batch.query, self.table, task)
+        if _ask(cursor, _CLAIM.format(batches=self._batches), *who, batch.number, batch.step, batch.mark):
+            return True
+        [last] = _ask(cursor, _LAST.format(batches=self._batches), *who)
+        return not batch.is_repeated(last)
+
+    def commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:  # noqa: ARG002
+        """Set the driver's row: all tasks have written the batch."""
+
+        def work(driver: Any) -> None:
+            with driver.cursor() as cursor:
+                self._claim(cursor, batch, _DRIVER)
+
+        patiently(self.url, work, patience=self.patience)
+
+    def last_batch(self, query: str) -> LastBatch:
+        """From the rows of the driver and the tasks."""
+
+        def work(driver: Any) -> LastBatch:
+            with driver.cursor() as cursor:
+                [(whole, newest)] = _ask(cursor, _LASTS.format(batches=self._batches), query, self.table, _DRIVER)
+                return LastBatch(whole, newest)
+
+        return patiently(self.url, work, patience=self.patience)
 
     def _write(self, cursor: Any, shape: Shape, changes: Iterable[EnrichedRows]) -> Applied:
         typed = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)

@@ -17,7 +17,7 @@ _NUMBER_BITS = 256  # of a whole number that is shown; thousands of digits canno
 
 LONGEST_WORD = 400  # characters without a blank in a message: longer than names, addresses and paths
 LONGEST_MESSAGE = 8 << 10  # characters: twenty faults of a file take half of it
-LONGEST_FIELD = 64 << 10  # characters of a field in the log: tracebacks of nested groups take some 20 KiB
+LONGEST_TRACEBACK = 64 << 10  # characters in the log: those of nested groups take some 20 KiB
 
 _PATTERNS = (
     # postgresql://user:password@host: greedy up to the last @ before the path, since passwords may hold one unescaped
@@ -77,10 +77,10 @@ def visible(text: str) -> str:
     return _OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
-def mask_value(value: Any, depth: int = _DEPTH) -> Any:
+def mask_value(value: Any, depth: int = _DEPTH, most: int = LONGEST_MESSAGE) -> Any:
     """A copy of the value that JSON, a log and a terminal can have: secrets in its texts are masked, control characters
-    and halves of characters are made visible, long texts lose their middle, and a number that JSON does not have
-    becomes a text. Never raises.
+    and halves of characters are made visible, texts of more than `most` characters lose their middle, and a number that
+    JSON does not have becomes a text. Never raises.
     """
     if value is None or isinstance(value, (int, float)):
         return _number(value)
@@ -88,12 +88,13 @@ def mask_value(value: Any, depth: int = _DEPTH) -> Any:
         return {_text(key): mask_field(_text(key), item, depth - 1) for key, item in value.items()}
     if depth and isinstance(value, (list, tuple, set, frozenset)):
         return [mask_value(item, depth - 1) for item in value]
-    return _text(value)
+    return _text(value, most)
 
 
 def mask_field(name: str, value: Any, depth: int = _DEPTH) -> Any:
     """As `mask_value`. A field with the name of a secret is masked as a whole."""
-    return MASK if name in _SECRET_FIELDS else mask_value(value, depth)
+    most = LONGEST_TRACEBACK if name == "exception" else LONGEST_MESSAGE
+    return MASK if name in _SECRET_FIELDS else mask_value(value, depth, most)
 
 
 def _number(value: float | None) -> object:
@@ -102,8 +103,8 @@ def _number(value: float | None) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _text(value: object) -> str:
+def _text(value: object, most: int = LONGEST_MESSAGE) -> str:
     try:
-        return bounded(visible(mask_secrets(str(value))), LONGEST_FIELD)  # masked first: half a secret is not found
+        return bounded(visible(mask_secrets(str(value))), most)  # masked first: half a secret is not found
     except Exception as error:  # noqa: BLE001 - an event is not lost because a value has no text
         return f"a {type(value).__name__} that has no text ({type(error).__name__})"

@@ -98,6 +98,10 @@ class HistoryBook:
             found.setdefault(row["tube"], []).append(_missing_text(row))
         return {tube: "; ".join(texts[:MOST_TEXTS] + _more(len(texts))) for tube, texts in found.items()}
 
+    async def check_triggers(self) -> None:
+        """Note which attached tables have triggers that are off, or were off since the last look of any daemon."""
+        await call_value(self._db, self._schema, "tube_triggers_check")
+
     async def note(self, generation: str, positions: Mapping[str, int]) -> None:
         """Note positions that were read in that generation. Raises LeaseLost: it is not the present one any more."""
         number: int = await call_value(
@@ -124,9 +128,14 @@ def _more(texts: int) -> list[str]:
 
 def _missing_text(row: Any) -> str:
     remedy = f"replicad tubes backfill {quote(row['tube'])} --shards {'all' if row['routed'] else row['shard']}"
-    at = row["since"].isoformat(" ", "seconds")
+    since, until = (row[name].isoformat(" ", "seconds") for name in ("since", "until"))
+    if row["cause"] == "triggers":
+        return (
+            f"the triggers of the tube on {row['tbl']} were off or were replaced (noticed from {since} to {until}), "
+            f"and changes of the table in that time may not be recorded. They are on now. Run a backfill: {remedy}"
+        )
     which = "since then" if row["upto"] is None else f"with a seq from {row['after'] + 1} to {row['upto']}"
     return (
-        f"history has forked; the database has all touches of {row['tbl']} of before {at}. The touches {which} are "
+        f"history has forked; the database has all touches of {row['tbl']} of before {since}. The touches {which} are "
         f"unknown: readers have passed them on, and their changes may not be in the table. Run a backfill: {remedy}"
     )

@@ -11,6 +11,7 @@ import trio
 from structlog.testing import capture_logs
 
 from replicad.postgres.bridge import Database
+from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
 from .conftest import Connect, netcat_to
@@ -30,6 +31,13 @@ BREAKS = {
     "CREATE OR REPLACE TRIGGER bad_rows_bad_after_insert_trigger AFTER INSERT ON bad_rows"
     " REFERENCING NEW TABLE AS tube_new_rows FOR EACH STATEMENT EXECUTE FUNCTION public.f('0')",
 }
+
+
+async def mended(tubes: Database, daemon: Daemon) -> None:
+    """The triggers are there, and what was missed stays a trouble until the table has been backfilled."""
+    await until_true(lambda: "They are on now. Run a backfill" in (daemon.troubles.why("tube", "bad") or ""))
+    await tubes.execute("SELECT tube.tube_backfill_schedule('bad', NULL, 0, 100)")
+    await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
 
 
 async def states(url: str) -> dict[str, str]:
@@ -60,7 +68,8 @@ async def test_a_table_whose_writes_no_longer_touch_is_a_trouble_of_its_tube_whi
             if how == "one disabled":
                 assert await states(database_url) == {"bad": reason, "good": "ok"}
             await tubes.execute(ATTACH)
-            await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
+            await mended(tubes, daemon)
+            await tubes.execute("DELETE FROM tube.bad")
             await tubes.execute("INSERT INTO bad_rows VALUES (5001); UPDATE bad_rows SET id = id WHERE id = 5001")
             assert await tubes.fetch_value("SELECT array_agg(ids[1]) FROM tube.bad") == [5001, 5001]
     told = [line["event"] for line in logs if line.get("cause") == "triggers"]
@@ -100,7 +109,64 @@ async def test_a_dropped_partition_is_no_trouble_and_one_without_triggers_names_
     assert "table public.p2" in reason
     assert "attach bad public.p --shard 7 --predicate 'v > 0'" in reason
     await tubes.execute("SELECT tube.tube_table_ensure_attached('bad', 'p', 7, 'v > 0')")
-    await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
+    await mended(tubes, daemon)
+
+
+OFF = {
+    "in one transaction": "BEGIN; ALTER TABLE bad_rows DISABLE TRIGGER ALL; INSERT INTO bad_rows VALUES (7000);"
+    "ALTER TABLE bad_rows ENABLE TRIGGER ALL; COMMIT",
+    "one by one": "ALTER TABLE bad_rows DISABLE TRIGGER USER; INSERT INTO bad_rows VALUES (7000);"
+    "ALTER TABLE bad_rows ENABLE TRIGGER USER",
+    "dropped and attached again": "DROP TRIGGER bad_rows_bad_after_insert_trigger ON bad_rows;"
+    f"INSERT INTO bad_rows VALUES (7000); {ATTACH}",
+    "disabled and attached again": "ALTER TABLE bad_rows DISABLE TRIGGER USER; INSERT INTO bad_rows VALUES (7000);"
+    f"{ATTACH}",
+}
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["a daemon runs", "no daemon runs"])
+@pytest.mark.parametrize("how", OFF)
+async def test_triggers_that_were_off_between_two_looks_are_a_trouble_until_the_table_is_backfilled(
+    tubes: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]], how: str, running: bool
+) -> None:
+    async with start_daemon() as daemon:
+        seen = "SELECT count(*) FROM tube.tube_trigger_seen WHERE tbl = 'bad_rows'::regclass"
+        with trio.fail_after(PATIENCE):
+            while not await tubes.fetch_value(seen):
+                await trio.sleep(0.05)
+        if running:
+            await tubes.execute(OFF[how])
+            await mended(tubes, daemon)
+    if not running:
+        await tubes.execute(OFF[how])
+        async with start_daemon() as daemon:
+            await mended(tubes, daemon)
+    assert 7000 in await tubes.fetch_value("SELECT array_agg(id) FROM (SELECT unnest(ids) AS id FROM tube.bad) AS put")
+
+
+async def test_a_backfill_that_began_while_the_triggers_were_off_does_not_end_the_trouble(
+    tubes: Database, daemon: Daemon
+) -> None:
+    await tubes.execute("ALTER TABLE bad_rows DISABLE TRIGGER USER")
+    await until_true(lambda: daemon.troubles.why("tube", "bad"))
+    await tubes.execute("SELECT tube.tube_backfill_schedule('bad', NULL, 0, 0)")
+    with trio.fail_after(PATIENCE):
+        while not await tubes.fetch_value("SELECT count(*) FROM tube.tube_backfill WHERE finished"):
+            await trio.sleep(0.05)
+    await tubes.execute("INSERT INTO bad_rows VALUES (7000); ALTER TABLE bad_rows ENABLE TRIGGER USER")
+    await until_true(lambda: "They are on now" in (daemon.troubles.why("tube", "bad") or ""))
+    assert await tubes.fetch_value("SELECT count(*) FROM tube.tube_missed WHERE healed_at IS NULL") == 1
+    await tubes.execute("DELETE FROM tube.bad")
+    await mended(tubes, daemon)
+
+
+async def test_renaming_a_table_or_altering_the_tube_is_no_missed_change(tubes: Database, daemon: Daemon) -> None:
+    await tubes.execute(
+        "ALTER TABLE bad_rows RENAME TO bad_lines; SELECT tube.tube_ensure_exists('bad', 2, 'id > 0'),"
+        "tube.tube_table_ensure_attached('bad', 'bad_lines', 3, 'id > 1')"
+    )
+    await tubes.execute("SELECT tube.tube_triggers_check()")
+    assert await tubes.fetch_value("SELECT count(*) FROM tube.tube_missed") == 0
 
 
 async def test_a_partition_that_was_added_later_is_named_until_the_table_is_attached_again(

@@ -289,6 +289,8 @@ class TubeService:
 
     async def _look_at_triggers(self) -> None:
         """Report attached tables whose changes are not recorded. The pods of their tube are served all the same."""
+        if self.tubes:
+            await self._history.check_triggers()
         found = await self._untouched() if self.tubes else {}
         for name in self.tubes:
             if name in found:

@@ -32,6 +32,7 @@ BEGIN
     t := tube_lock(tube);
     PERFORM tube_lock_table(tbl);
     PERFORM tube_check_table(tube, tbl);
+    PERFORM tube_triggers_check(t.tube, tbl);  -- if they were off, what was missed stays known
     SELECT * INTO before FROM tube_attachment a WHERE a.tube = t.tube AND a.tbl = tube_table_ensure_attached.tbl;
     wanted := (t.tube, tbl, tbl,
         coalesce(shard, tube_infer_shard(tbl), before.shard, CASE WHEN routing IS NOT NULL THEN 0 END),
@@ -68,6 +69,7 @@ BEGIN
     LOOP
         PERFORM tube_member_detach(t.tube, member);
     END LOOP;
+    PERFORM tube_triggers_note(t.tube, tbl);
     PERFORM tube_trigger_sweep(t.tube);
     PERFORM tube_table_touch_sweep();
     PERFORM tube_table_touch_ensure(tbl);
@@ -120,6 +122,7 @@ BEGIN
         EXECUTE format('DROP TRIGGER %I ON %s', trigger_name, tube_qualified(tbl));
     END LOOP;
     DELETE FROM tube_attachment a WHERE a.tube = tube_member_detach.tube AND a.tbl = tube_member_detach.tbl;
+    DELETE FROM tube_trigger_seen s WHERE s.tube = tube_member_detach.tube AND s.tbl = tube_member_detach.tbl;
 END
 $$;
 

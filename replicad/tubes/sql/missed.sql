@@ -81,13 +81,69 @@ END
 $$;
 COMMENT ON FUNCTION tube_on_fork(text, text) IS 'What happens when touches are unknown after a fork of history: report, or backfill';
 
--- tube_missing(): the changes that tubes may have missed and that no backfill has brought in yet: the tube, the cause, the
--- table, the range of unknown touches of a fork, since when, and the options of the table. Writes nothing.
+-- tube_missing(): the changes that tubes may have missed, that no backfill has brought in yet, and whose cause is over: the
+-- tube, the cause, the table, the range of unknown touches of a fork, the time, and the options of the table. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_missing() RETURNS TABLE (
-    tube text, cause text, tbl text, after bigint, upto bigint, lasts boolean, since timestamptz, shard integer, routed boolean
+    tube text, cause text, tbl text, after bigint, upto bigint, since timestamptz, until timestamptz, shard integer, routed boolean
 )
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT m.tube, m.cause, tube_qualified(m.tbl::regclass), m.after, m.upto, m.lasts, m.since, a.shard, a.routing IS NOT NULL
+    SELECT m.tube, m.cause, tube_qualified(m.tbl::regclass), m.after, m.upto, m.since, m.seen_at, a.shard, a.routing IS NOT NULL
     FROM tube_missed m JOIN tube_attachment a ON a.tube = m.tube AND a.tbl = m.tbl
-    WHERE m.healed_at IS NULL ORDER BY m.tube, m.cause, m.tbl
+    WHERE m.healed_at IS NULL AND NOT m.lasts ORDER BY m.tube, m.cause, m.tbl
+$$;
+
+-- tube_trigger_marks(of_tube, of_root): the attached tables and partitions (of one tube, of one table; NULL: all) with what
+-- identifies the rows of the tube's triggers in pg_trigger, and whether all of them are there and fire. A trigger that is
+-- disabled and enabled again has another row. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_trigger_marks(of_tube text, of_root regclass)
+RETURNS TABLE (tube text, tbl oid, root oid, marks text, fires boolean)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    WITH functions AS MATERIALIZED (
+        SELECT p.oid, p.proname = 'tube_truncate_trigger' AS truncates, obj_description(p.oid, 'pg_proc') AS description
+        FROM pg_proc p
+        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.prorettype = 'trigger'::regtype
+    ), present AS (
+        SELECT a.tube, a.tbl, string_agg(g.oid || ':' || g.xmin, ' ' ORDER BY g.oid) AS marks,
+            bit_or(CASE WHEN g.tgenabled IN ('O', 'A') AND g.tgqual IS NULL AND g.tgtype & 1 = 0 THEN g.tgtype::integer END) AS events
+        FROM tube_attachment a JOIN pg_trigger g ON g.tgrelid = a.tbl JOIN functions f ON f.oid = g.tgfoid
+        WHERE CASE WHEN f.truncates THEN g.tgargs = convert_to(a.tube, getdatabaseencoding()) || decode('00', 'hex')
+            ELSE f.description = 'replicad: touches tube ' || a.tube END
+        GROUP BY 1, 2
+    )
+    SELECT a.tube, a.tbl, a.root, coalesce(p.marks, ''), coalesce(p.events, 0) & 60 = 60
+    FROM tube_attachment a JOIN pg_class c ON c.oid = a.tbl LEFT JOIN present p ON p.tube = a.tube AND p.tbl = a.tbl
+    WHERE a.tube = coalesce(of_tube, a.tube) AND a.root = coalesce(of_root, a.root)
+$$;
+
+-- tube_triggers_check(of_tube, of_root): looks at the triggers of attached tables (of one tube, of one table; NULL: all). Those
+-- that are off, or whose rows are others than at the last look, have missed changes, or may have: it notes that until the
+-- table has been backfilled. To be called regularly, and before triggers are changed by us. Writes tube_missed and
+-- tube_trigger_seen.
+CREATE OR REPLACE FUNCTION tube_triggers_check(of_tube text = NULL, of_root regclass = NULL) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    WITH seen AS MATERIALIZED (
+        SELECT m.*, s.marks IS NULL AS fresh, s.marks <> m.marks AS changed
+        FROM tube_trigger_marks($1, $2) m LEFT JOIN tube_trigger_seen s ON s.tube = m.tube AND s.tbl = m.tbl
+    ), stored AS (
+        INSERT INTO tube_trigger_seen AS s SELECT m.tube, m.tbl, m.marks FROM seen m WHERE m.fresh OR m.changed
+        ON CONFLICT ON CONSTRAINT tube_trigger_seen_pkey DO UPDATE SET marks = excluded.marks
+    ), tables AS (
+        SELECT m.tube, m.root, bool_or(NOT m.fires) AS off, bool_or(m.changed IS TRUE) AS changed FROM seen m GROUP BY 1, 2
+    ), over AS (
+        UPDATE tube_missed x SET lasts = false, seen_at = clock_timestamp() FROM tables t
+        WHERE x.tube = t.tube AND x.tbl = t.root AND x.cause = 'triggers' AND x.lasts AND NOT t.off
+    )
+    INSERT INTO tube_missed AS x (tube, cause, tbl, lasts)
+    SELECT t.tube, 'triggers', t.root, t.off FROM tables t LEFT JOIN tube_missed x ON x.tube = t.tube AND x.tbl = t.root
+        AND x.cause = 'triggers' AND x.healed_at IS NULL
+    WHERE (t.off AND x.lasts IS NOT TRUE) OR (t.changed AND NOT t.off AND x.lasts IS NOT TRUE)
+    ON CONFLICT ON CONSTRAINT tube_missed_pkey DO UPDATE SET lasts = excluded.lasts, seen_at = clock_timestamp(), healed_at = NULL,
+        since = CASE WHEN x.healed_at IS NULL THEN x.since ELSE clock_timestamp() END
+$$;
+
+-- tube_triggers_note(of_tube, of_root): the triggers of these tables were changed by us. Writes tube_trigger_seen.
+CREATE OR REPLACE FUNCTION tube_triggers_note(of_tube text, of_root regclass = NULL) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    INSERT INTO tube_trigger_seen AS s SELECT m.tube, m.tbl, m.marks FROM tube_trigger_marks($1, $2) m
+    ON CONFLICT ON CONSTRAINT tube_trigger_seen_pkey DO UPDATE SET marks = excluded.marks WHERE s.marks <> excluded.marks
 $$;

@@ -7,6 +7,7 @@ DECLARE
 BEGIN
     FOR r IN SELECT * FROM tube_registry ORDER BY tube FOR NO KEY UPDATE LOOP
         BEGIN
+            PERFORM tube_triggers_check(r.tube);
             PERFORM tube_index_ensure(r.tube, r.partitions);
             PERFORM tube_touch_ensure(r.tube);
             PERFORM tube_trigger_ensure(r.tube, NULL, NULL, '{}');
@@ -17,6 +18,7 @@ BEGIN
                     r.tube, a.tbl, tube_trigger_ensure(r.tube, a.predicate, a.routing, a.path, a.root, a.key),
                     a.shard);
             END LOOP;
+            PERFORM tube_triggers_note(r.tube);
         EXCEPTION WHEN OTHERS THEN
             IF left(SQLSTATE, 2) IN ('40', '53', '54', '55', '57', '58') THEN
                 RAISE;  -- a lock, the disk, a deadlock: nothing is wrong with the tube

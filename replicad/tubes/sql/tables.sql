@@ -122,7 +122,7 @@ COMMENT ON TABLE tube_backfill IS 'replicad: progress of backfills';
 -- backfilled (missed.sql). Rows stay for 30 days after that: who comes late is not told of it again.
 CREATE TABLE IF NOT EXISTS tube_missed (
     tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
-    cause text NOT NULL,                      -- `fork ID` of the generation that began
+    cause text NOT NULL,                      -- `fork ID` of the generation that began, or `triggers`: they were off
     tbl oid NOT NULL,                         -- the attached table, not a partition of it
     after bigint,                             -- of a fork: the touches with a seq in (after, upto] are unknown
     upto bigint,
@@ -144,6 +144,17 @@ CREATE TABLE IF NOT EXISTS tube_attempt (
     PRIMARY KEY (tube, partitions, partition)
 );
 COMMENT ON TABLE tube_attempt IS 'replicad: what the readers of partitions were doing when they noted it';
+
+-- tube_trigger_seen: the triggers of each attached table and partition as they were seen last, to notice that they were off or
+-- replaced meanwhile. Written by tube_triggers_check and tube_triggers_note. There is no foreign key: a look must not wait for
+-- a backfill that has locked the attachment.
+CREATE TABLE IF NOT EXISTS tube_trigger_seen (
+    tube text NOT NULL,
+    tbl oid NOT NULL,
+    marks text NOT NULL,                      -- of tube_trigger_marks
+    PRIMARY KEY (tube, tbl)
+);
+COMMENT ON TABLE tube_trigger_seen IS 'replicad: the triggers of attached tables, to notice that they were off';
 
 -- tube_report: the last report of each reader of a tube. Written by tube_report_put.
 CREATE TABLE IF NOT EXISTS tube_report (

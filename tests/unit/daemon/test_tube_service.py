@@ -193,6 +193,9 @@ class MemoryBooks:
         self.reported.append((tube, generation, seq))
         return Unknown("unknown", 0)
 
+    async def check_triggers(self) -> None:
+        await self._answer("check_triggers")
+
     async def missing(self) -> dict[str, str]:
         await self._answer("missing")
         return {}

@@ -361,3 +361,13 @@ async def test_ids_of_a_query_are_texts_in_a_tube_of_texts(db: Database, take: T
     await db.execute("SELECT tube.tube_ensure_exists('b')")
     with pytest.raises(TubeRefused, match="different kinds"):
         await db.execute("SELECT tube.tube_pods_insert('a,b', 'SELECT 1 AS id, 1 AS row_number', 4)")
+
+
+async def test_another_predicate_of_the_tube_holds_for_a_table_with_a_key_of_its_own(db: Database) -> None:
+    """Altering a tube replaces its trigger functions and not the triggers, so their names must stay."""
+    await db.execute(
+        "CREATE TABLE films (film_id bigint PRIMARY KEY, v integer); SELECT tube.tube_ensure_exists('a', 1),"
+        "tube.tube_table_ensure_attached('a', 'films', 0), tube.tube_ensure_exists('a', 1, 'v > 0')"
+    )
+    await db.execute("INSERT INTO films VALUES (1, 0), (2, 1)")
+    assert await db.fetch_value("SELECT array_agg(id) FROM (SELECT unnest(ids) AS id FROM tube.a) AS put") == [2]

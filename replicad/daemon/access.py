@@ -309,7 +309,7 @@ class AccessControl:
 
 
 class Revocable(Protocol):
-    """The part of a session that is needed here."""
+    """A session, or one request over HTTP."""
 
     @property
     def log(self) -> Any:

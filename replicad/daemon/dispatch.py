@@ -11,7 +11,7 @@ import trio
 from replicad.daemon import cuts
 from replicad.daemon.hub import Hub
 from replicad.daemon.relay import Relay
-from replicad.daemon.service import Answer, Answers, HangUp, Job, Peer, Service
+from replicad.daemon.service import Answer, Answers, HangUp, Job, Service
 from replicad.daemon.session import Session
 from replicad.errors import ProtocolError, ReplicadError, SlowReader
 from replicad.protocol.command import Command
@@ -114,7 +114,7 @@ class Relaying:
         """`Service.jobs`."""
         return [Job("relay", self._relay.run)]
 
-    def answers(self, peer: Peer) -> Answers:
+    def answers(self, peer: Session) -> Answers:
         """`Service.answers`."""
 
         async def pass_on(command: Command) -> None:

@@ -15,14 +15,13 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 import trio
 
 from replicad.config.access import parse_ip
 from replicad.config.settings import Address
-from replicad.daemon.handshakes import Arrivals, Door
+from replicad.daemon.handshakes import Arrivals, Door, Handshakes
 from replicad.daemon.troubles import Troubles
 from replicad.errors import EnvironmentRefused
 from replicad.retry import Backoff
@@ -171,19 +170,6 @@ log = structlog.get_logger()
 Serve = Callable[[trio.abc.Stream, str], Awaitable[object]]
 
 
-class Securing(Protocol):
-    """TLS."""
-
-    async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
-        """The stream after the handshake; None if that failed, or there is no room for it."""
-
-    def ready(self, address: str) -> bool:
-        """Whether a client from an address that has sent its ClientHello would soon be answered; else it waits."""
-
-    def forget(self, secured: trio.abc.Stream) -> None:
-        """Free what a stream of `shake` holds, when it has been served and closed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pauses:
     """Seconds until the next `accept` after one failed (for example because no file descriptor was left)."""
@@ -211,7 +197,7 @@ class Acceptor:
         room: int,
         full: bytes,
         refused: Callable[[], None],
-        secure: Securing | None = None,
+        secure: Handshakes | None = None,
         give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         first_line: int = 4096,
         line_end: bytes = b"\n",
@@ -351,7 +337,7 @@ class Acceptor:
             stream.socket.close()
 
 
-def _always(address: str) -> bool:  # noqa: ARG001 - as `Securing.ready`
+def _always(address: str) -> bool:  # noqa: ARG001 - as `Handshakes.ready`
     return True
 
 

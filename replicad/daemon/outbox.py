@@ -13,14 +13,14 @@ import socket
 import struct
 import termios
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -164,13 +164,6 @@ _TCP_INFO = getattr(socket, "TCP_INFO", None)
 _ACKED = 120  # where `struct tcp_info` of tcp(7) has tcpi_bytes_acked, eight bytes
 
 
-@runtime_checkable
-class TakesPieces(Protocol):
-    """A stream that does the same with a piece for each peer: it must get the pieces as they are."""
-
-    async def send_pieces(self, pieces: Sequence[Piece]) -> None: ...
-
-
 class Outlet:
     """Sends to one peer. The session ensures that only one task sends at a time, and ends a send that takes too
     long.
@@ -182,7 +175,9 @@ class Outlet:
         self.torn = False  # a send did not complete: the peer may have half a line
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
-        self._whole = stream if self._socket is None and isinstance(stream, TakesPieces) else None
+        # A stream that translates may have this method: it does the same with a piece for each peer, so it must get the
+        # pieces as they are.
+        self._send_pieces: Callable[[Sequence[Piece]], Awaitable[None]] | None = getattr(stream, "send_pieces", None)
         self._stall_timeout = stall_timeout
         self._sent = 0  # bytes that the socket has accepted so far
         self._moved = (0.0, 0)  # when the peer had last taken enough, and how much in all
@@ -246,8 +241,8 @@ class Outlet:
         self.torn = True
         if self._socket is None:
             self._wait(on_wait)
-            if self._whole is not None:
-                await self._whole.send_pieces(pieces)
+            if self._send_pieces is not None:
+                await self._send_pieces(pieces)
                 self._sent += sum(map(len, pieces))
             else:
                 for part in sliced(pieces):

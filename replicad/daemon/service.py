@@ -1,7 +1,7 @@
 """The interfaces between the daemon and a feature.
 
 A `Feature` has commands and a function that makes its `Service` from a `Host`. The daemon starts the service's jobs
-and passes the commands of clients to it. A test can run a service with its own `Host` and `Peer`.
+and passes the commands of clients to it. A test can run a service with its own `Host` and `Session`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from replicad.daemon.fairness import Asker
-from replicad.daemon.journal import Channel, Reader
-from replicad.daemon.outbox import Piece
-from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.states import CloseReason
 
 if TYPE_CHECKING:
     from replicad.config.settings import Address, ServerSettings
-    from replicad.daemon.access import AccessControl, ClientAccess
+    from replicad.daemon.access import AccessControl
     from replicad.daemon.figures import Figures
     from replicad.daemon.handshakes import Handshakes
     from replicad.daemon.hub import Hub
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
     from replicad.daemon.poller import Poller
     from replicad.daemon.pools import Pools
     from replicad.daemon.relay import Relay
+    from replicad.daemon.session import Session
     from replicad.daemon.troubles import Troubles
 
 
@@ -37,74 +34,6 @@ class HangUp(Exception):
         super().__init__(reason, text)
         self.reason = reason
         self.text = text
-
-
-class Peer(Protocol):
-    """One client, as services see it. Only the async methods wait."""
-
-    @property
-    def access(self) -> ClientAccess:
-        """What the client may do."""
-
-    @property
-    def number(self) -> int:
-        """The connection's number, unique in this daemon."""
-
-    @property
-    def identity(self) -> str:
-        """The client's name and number, as shown in lists and leases."""
-
-    @property
-    def asker(self) -> Asker:
-        """The client as a member of a fair queue. Its crowd is its name in the access file, or its address."""
-
-    @property
-    def log(self) -> Any:
-        """A structlog logger bound to the client's fields."""
-
-    def post(self, command: Command) -> None:
-        """Queue a command. Never raises. A peer whose queue is full is disconnected."""
-
-    def post_line(self, line: bytes) -> None:
-        """`post` for a rendered line with its newline."""
-
-    def refuse(self, error: ReplicadError) -> None:
-        """Answer a request with ERROR; the connection stays open."""
-
-    async def give_way(self) -> None:
-        """Wait for the next turn: for work in masses, such as reading a long list."""
-
-    async def send(self, *pieces: Piece, to_go: float = 0.0) -> None:
-        """Send whole lines with nothing in between; waits until the socket has taken them.
-
-        `to_go`: how much the client has before it. Of the clients that are sent much, those with most come first.
-        """
-
-    async def flush(self) -> None:
-        """Send the commands that are queued already."""
-
-    def read(
-        self,
-        channel: Channel,
-        cursor: int,
-        *,
-        extended: bool,
-        preamble: bytes = b"",
-        on_stop: Callable[[RowUnreadable], None] | None = None,
-    ) -> Reader:
-        """Send a journal from `cursor` on. Raises SlowReader if the journal no longer holds that chunk."""
-
-    def stop_reading(self, reader: Reader) -> None:
-        """End what `read` began, between two chunks. Safe to repeat."""
-
-    def hang_up(self, reason: CloseReason, text: str = "") -> None:
-        """End the connection soon; the text is sent as ERROR."""
-
-    def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run a task until the connection ends. An exception that it raises ends the connection."""
-
-    def at_end(self, call: Callable[[], None]) -> None:
-        """Call `call` when the connection has ended."""
 
 
 Answer = Callable[[Any], Awaitable[None]]
@@ -144,7 +73,7 @@ class Service(Protocol):
     def jobs(self) -> Sequence[Job]:
         """The tasks that the daemon runs, started in this order."""
 
-    def answers(self, peer: Peer) -> Answers:
+    def answers(self, peer: Session) -> Answers:
         """The handlers of a client's commands. Called once for each client, before its first command is handled."""
 
     def summary(self) -> Mapping[str, object]:

@@ -45,6 +45,10 @@ from replicad.protocol.lines import LineTooLong
 from replicad.protocol.states import CloseReason
 from replicad.protocol.words import Side, sendable
 
+if TYPE_CHECKING:
+    from replicad.config.settings import ServerSettings
+
+
 # How a connection ends: the reason for an exception, and the last ERROR to the peer.
 
 
@@ -141,29 +145,86 @@ class Inlet:
             raise trio.BrokenResourceError(f"cannot receive: {error.strerror}") from error
 
 
-# What services call to answer a client: queue commands, stream lines, follow journals. The base of `Session`.
-
-
 RELAY = "relay"  # the verb of lines for all clients
 log = structlog.get_logger()
 
 
-class Answering:
-    """The sending half of a session. `Session` sets the attributes."""
+ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
+_numbers = count(1)
 
-    __slots__ = ("_connection", "_hub", "access", "name", "number", "outbox", "peer")
 
-    number: int
-    peer: str
-    name: str | None
-    access: ClientAccess
-    outbox: Outbox
-    _connection: ProtocolConnection
-    _hub: Hub
+Handler = Callable[[Command], Awaitable[None]]
 
-    def _fail(self, error: BaseException) -> None:
-        """End the session because of an exception."""
-        raise NotImplementedError
+
+class Session:
+    """One client. It is a *newcomer* until its first valid command, or until AUTH where it has to send one."""
+
+    __slots__ = (
+        "__weakref__",
+        "_asked",
+        "_before_end",
+        "_closed_by",
+        "_connection",
+        "_end",
+        "_held",
+        "_hub",
+        "_known_by",
+        "_limits",
+        "_nursery",
+        "_opened_at",
+        "_reading",
+        "_stream",
+        "_wants_auth",
+        "access",
+        "name",
+        "number",
+        "outbox",
+        "peer",
+    )
+
+    def __init__(
+        self,
+        stream: trio.abc.Stream,
+        peer: str,
+        settings: ServerSettings,
+        hub: Hub,
+        vocabulary: Vocabulary = CORE,
+        *,
+        access: ClientAccess | None = None,
+    ) -> None:
+        """`access`: without it, the one token of the settings decides."""
+        limits = settings.limits
+        now = self._opened_at = trio.current_time()
+        self.number = next(_numbers)
+        self.peer = peer
+        self.name: str | None = None
+        self._stream = stream
+        self._limits = limits
+        self.access = access or access_by_token(settings.token, peer)
+        self._wants_auth = self.access.wants_auth
+        self._hub = hub
+        self._connection = ProtocolConnection(
+            Side.SERVER,
+            vocabulary,
+            now=now,
+            timing=hub.timing,
+            max_line=min(limits.first_line, limits.max_line),
+            wants_auth=self._wants_auth,
+        )
+        wait = limits.auth_timeout if self._wants_auth else limits.first_command_timeout
+        self._known_by: float | None = now + wait  # None: it is known
+        self._held = 0  # bytes of an unfinished line that count towards `unfinished_bytes`
+        self.outbox = Outbox(stream, self, limits.stall_timeout, hub.rounds)
+        self._asked = False  # a service for anything
+        self._end: tuple[CloseReason, str] | None = None
+        self._closed_by: list[Callable[[], None]] = []
+        self._before_end: list[Callable[[], Awaitable[None]]] = []
+        self._reading = trio.CancelScope()
+        self._nursery: trio.Nursery | None = None
+        self.post(Server(settings.server_name))
+        self.post_line(hub.deadlines.ping(now))
+
+    # --- for services ---
 
     @property
     def identity(self) -> str:
@@ -247,80 +308,6 @@ class Answering:
         """`Outbox.stop_reading`."""
         self.outbox.stop_reading(reader)
 
-
-if TYPE_CHECKING:
-    from replicad.config.settings import ServerSettings
-
-ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
-_numbers = count(1)
-
-
-Handler = Callable[[Command], Awaitable[None]]
-
-
-class Session(Answering):
-    """One client. It is a *newcomer* until its first valid command, or until AUTH where it has to send one."""
-
-    __slots__ = (
-        "__weakref__",
-        "_asked",
-        "_before_end",
-        "_closed_by",
-        "_end",
-        "_held",
-        "_known_by",
-        "_limits",
-        "_nursery",
-        "_opened_at",
-        "_reading",
-        "_stream",
-        "_wants_auth",
-    )
-
-    def __init__(
-        self,
-        stream: trio.abc.Stream,
-        peer: str,
-        settings: ServerSettings,
-        hub: Hub,
-        vocabulary: Vocabulary = CORE,
-        *,
-        access: ClientAccess | None = None,
-    ) -> None:
-        """`access`: without it, the one token of the settings decides."""
-        limits = settings.limits
-        now = self._opened_at = trio.current_time()
-        self.number = next(_numbers)
-        self.peer = peer
-        self.name: str | None = None
-        self._stream = stream
-        self._limits = limits
-        self.access = access or access_by_token(settings.token, peer)
-        self._wants_auth = self.access.wants_auth
-        self._hub = hub
-        self._connection = ProtocolConnection(
-            Side.SERVER,
-            vocabulary,
-            now=now,
-            timing=hub.timing,
-            max_line=min(limits.first_line, limits.max_line),
-            wants_auth=self._wants_auth,
-        )
-        wait = limits.auth_timeout if self._wants_auth else limits.first_command_timeout
-        self._known_by: float | None = now + wait  # None: it is known
-        self._held = 0  # bytes of an unfinished line that count towards `unfinished_bytes`
-        self.outbox = Outbox(stream, self, limits.stall_timeout, hub.rounds)
-        self._asked = False  # a service for anything
-        self._end: tuple[CloseReason, str] | None = None
-        self._closed_by: list[Callable[[], None]] = []
-        self._before_end: list[Callable[[], Awaitable[None]]] = []
-        self._reading = trio.CancelScope()
-        self._nursery: trio.Nursery | None = None
-        self.post(Server(settings.server_name))
-        self.post_line(hub.deadlines.ping(now))
-
-    # --- what services call, beside what `Answering` has ---
-
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the first reason counts."""
         if self._end is None:
@@ -335,7 +322,7 @@ class Session(Answering):
 
     @property
     def asker(self) -> Asker:
-        """`Peer.asker`."""
+        """The client as a member of a fair queue. Its crowd is its name in the access file, or its address."""
         return Asker(self.access.name or self._address, self.number)
 
     def view(self, now: float) -> ClientView:

@@ -15,7 +15,8 @@ from uuid import uuid4
 
 import trio
 
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Service
+from replicad.daemon.service import Answers, Feature, Host, Job, Service
+from replicad.daemon.session import Session
 from replicad.errors import UsageError
 from replicad.streams import daemons
 
@@ -67,7 +68,7 @@ class StatusService:
         """`Service.jobs`."""
         return (Job("beats", self._beats.run),)
 
-    def answers(self, peer: Peer) -> Answers:  # noqa: ARG002
+    def answers(self, peer: Session) -> Answers:  # noqa: ARG002
         """`Service.answers`."""
         return Answers()
 

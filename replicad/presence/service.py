@@ -22,7 +22,8 @@ import trio
 from replicad.config.settings import ServerSettings
 from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.relay import Relay
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer
+from replicad.daemon.service import Answers, Feature, Host, Job
+from replicad.daemon.session import Session
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
@@ -104,7 +105,7 @@ class PresenceService:
         """`Service.jobs`."""
         return [Job(SERVICE, self.run, announces=True)]
 
-    def answers(self, peer: Peer) -> Answers:
+    def answers(self, peer: Session) -> Answers:
         """`Service.answers`."""
 
         async def user_sync(command: UserSync) -> None:
@@ -125,7 +126,7 @@ class PresenceService:
 
     # --- reports of workers ---
 
-    def user_sync(self, session: Peer, command: UserSync) -> None:
+    def user_sync(self, session: Session, command: UserSync) -> None:
         """A user has started or stopped syncing. Raises PresenceRefused."""
         roster = self._roster
         if roster is None:

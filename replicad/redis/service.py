@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer
+from replicad.daemon.service import Answers, Feature, Host, Job
+from replicad.daemon.session import Session
 from replicad.errors import EnvironmentRefused
 from replicad.redis.intervals import RedisIntervals
 
@@ -43,7 +44,7 @@ class RedisService:
         """`Service.jobs`."""
         return [] if self.work is None else [Job("redis", self.work.run)]
 
-    def answers(self, peer: Peer) -> Answers:  # noqa: ARG002 - it has no commands
+    def answers(self, peer: Session) -> Answers:  # noqa: ARG002 - it has no commands
         """`Service.answers`."""
         return Answers()
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from replicad.daemon.figures import GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer
+from replicad.daemon.service import Answers, Feature, Host, Job
+from replicad.daemon.session import Session
 from replicad.errors import SchemaMissing
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database
@@ -95,7 +96,7 @@ class SenderService:
         """`Service.jobs`."""
         return ()
 
-    def answers(self, peer: Peer) -> Answers:  # noqa: ARG002
+    def answers(self, peer: Session) -> Answers:  # noqa: ARG002
         """`Service.answers`."""
         return Answers()
 

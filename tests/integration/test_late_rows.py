@@ -19,7 +19,7 @@ from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import Lane
 from replicad.streams.serving.ranges import CountedRange
 from replicad.streams.serving.stretches import Tally
-from replicad.streams.serving.windows import PostgresWindows
+from replicad.streams.serving.windows import Windows
 from tests.conftest import PATIENCE
 
 PLAIN = "CREATE TABLE events (id bigserial PRIMARY KEY, body text)"
@@ -46,7 +46,7 @@ class Watch:
 
     def __init__(self, db: Database, feed: Feed, pace: StreamIntervals) -> None:
         self.db, self.feed, self.troubles = db, feed, Troubles()
-        self.late = Audit(PostgresWindows(db, pace.late_rows, "replicad"), {"events": feed}, self.troubles, pace)
+        self.late = Audit(Windows(db, pace.late_rows, "replicad"), {"events": feed}, self.troubles, pace)
 
     @property
     def said(self) -> str:

@@ -18,7 +18,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, rows, rows_probe, status, trimming
 from replicad.streams.chunks import Chunk
-from replicad.streams.serving.windows import PostgresWindows
+from replicad.streams.serving.windows import Windows
 from tests.conftest import PATIENCE, psql
 from tests.daemons import open_daemon
 from tests.roles import DAEMON, as_role
@@ -460,7 +460,7 @@ async def test_positions_unused_sequences_and_looks_for_late_rows_are_read_as_th
         )
         await nc.until("RDATA published w 41 41")
     stream = await registry.load_stream(events, "watched")
-    async with PostgresWindows(events, 100, "replicad").looking(stream) as look:
+    async with Windows(events, 100, "replicad").looking(stream) as look:
         window = await look.window(0, 100)
         assert (list(window.ids), window.counts) == ([41], None)
         assert await look.attached(f"{team}.plain", 50, 50) == [(1, 41, 41, False)]

@@ -169,14 +169,19 @@ def _as_browser(access: ClientAccess, shown: Shown) -> BrowserCaller | None:
 
 
 class _Asking:
-    """What `ClientAccess` needs of a session: here it lasts for one request. `scope` is cancelled, and `why` says why,
+    """The caller as `Revocable`: it lasts for one request. `scope` is cancelled, and `why` says why,
     when the client loses its access or gets other rights. So nothing is answered by rights that the client had before.
     """
 
     def __init__(self, peer: str) -> None:
-        self.log: Any = log.bind(peer=peer, over="http")
         self.scope = trio.CancelScope()
         self.why: tuple[int, str] | None = None
+        self._peer = peer
+
+    @property
+    def log(self) -> Any:
+        """A logger bound to the client's fields; most requests log nothing."""
+        return log.bind(peer=self._peer, over="http")
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:  # noqa: ARG002 - there is one reason
         """The access is withdrawn."""

@@ -20,7 +20,8 @@ import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.streams.registry import Method, RetentionChange, Rewound, Stream
-from replicad.streams.serving.comparison import SHOWN, Comparison, Followed, Found, LastLook, found_of
+from replicad.streams.serving.comparison import SHOWN, Comparison, Found, LastLook, found_of
+from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.stretches import Run
 from replicad.streams.serving.windows import MAX_COUNTED, Attached, Windows
@@ -65,7 +66,7 @@ class Audit:
     def __init__(
         self,
         windows: Windows,
-        feeds: Mapping[str, Followed],
+        feeds: Mapping[str, Feed],
         troubles: Troubles,
         pace: StreamIntervals = StreamIntervals(),
         *,
@@ -125,7 +126,7 @@ class Audit:
         else:
             self._idle_credit = max(-IDLE_SHARE * LONGEST, self._idle_credit - took)
 
-    async def look(self, name: str, feed: Followed) -> None:
+    async def look(self, name: str, feed: Feed) -> None:
         """Look at one stream; rows that were not sent are logged, counted and shown as a trouble of the stream."""
         stream = feed.stream
         if any(lane.epoch != stream.epoch for lane in feed.lanes.values()):
@@ -195,7 +196,7 @@ class Audit:
 
     # --- findings ---
 
-    async def _report_all(self, name: str, feed: Followed, found: Comparison, back: int | None) -> None:
+    async def _report_all(self, name: str, feed: Feed, found: Comparison, back: int | None) -> None:
         """Report the found rows, and deliver them, with the rows above `back`, which have returned."""
         position = found.position
         for late in [*([found_of(found.late)] if found.late else []), *found.counted_late]:
@@ -211,7 +212,7 @@ class Audit:
             self._wanted[name].upto = min(self._wanted[name].upto, back)
         await self._deliver(name, feed)
 
-    async def _deliver(self, name: str, feed: Followed) -> None:
+    async def _deliver(self, name: str, feed: Feed) -> None:
         """Send readers back to the position before the first row that they were not sent, if that is due."""
         wanted = self._wanted.get(name)
         if wanted is None or self._rewind is None:
@@ -230,7 +231,7 @@ class Audit:
             wanted.waits = True
             log.warning("skipped_rows_wait", stream=name, position=wanted.upto, seconds=round(done.wait, 1))
 
-    def _want(self, name: str, feed: Followed, found: Found) -> str:
+    def _want(self, name: str, feed: Feed, found: Found) -> str:
         """Have rows delivered, unless they were delivered before; returns the text about that."""
         again = f"Readers that need these rows begin again at token {found.after}"
         if self._rewind is None:
@@ -245,7 +246,7 @@ class Audit:
         wanted.found.append(found)
         return f"Readers are sent back to token {found.after}, and get all rows above it again"
 
-    def _stop(self, name: str, feed: Followed, found: Comparison, table: str) -> None:
+    def _stop(self, name: str, feed: Feed, found: Comparison, table: str) -> None:
         """Another table has the name of the stream's table, and rows that were not sent: the stream waits."""
         if feed.strayed is not None:
             return
@@ -260,7 +261,7 @@ class Audit:
         ids = list(unsent[0].ids[:SHOWN]) or [unsent[0].after + 1, unsent[0].upto]
         self._report(name, feed, rows, f"stream {name} waits: {feed.strayed}", ids)
 
-    def _report_attached(self, name: str, feed: Followed, table: str, found: Attached, position: int) -> None:
+    def _report_attached(self, name: str, feed: Feed, table: str, found: Attached, position: int) -> None:
         rows, first, last, _ = found
         many = f"{rows:,}{' or more' if rows == MAX_COUNTED else ''} rows"
         self._report(
@@ -274,7 +275,7 @@ class Audit:
             [first, last],
         )
 
-    def _report_late(self, name: str, feed: Followed, found: Found, what: str) -> None:
+    def _report_late(self, name: str, feed: Feed, found: Found, what: str) -> None:
         self._report(
             name,
             feed,
@@ -284,7 +285,7 @@ class Audit:
             list(found.ids[:SHOWN]) or [found.after + 1, found.upto],
         )
 
-    def _report(self, name: str, feed: Followed, rows: int, reason: str, ids: list[int]) -> None:
+    def _report(self, name: str, feed: Feed, rows: int, reason: str, ids: list[int]) -> None:
         feed.late_rows += rows
         feed.tally.skipped += rows
         log.error("rows_below_position", stream=name, rows=rows, ids=ids, reason=reason)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from replicad.streams.lineage import Lineage
 from replicad.streams.registry import Stream
 from replicad.streams.row_pieces import segments
-from replicad.streams.serving.lane import Lane
+from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.ranges import HIGHEST, LOWEST, CountedRange, CountedRanges
-from replicad.streams.serving.stretches import Run, Stretch, Tally, ids_of
+from replicad.streams.serving.stretches import Run, Stretch, ids_of
 from replicad.streams.serving.windows import Attached, Look, Window
 
 WINDOW = 10_000  # ids below the position that are compared with the look before
@@ -21,28 +20,6 @@ PART = 100_000  # rows of a range that is counted for the first time
 QUERY = 1_000  # rows that could be counted in the time that a statement takes besides
 FINEST = 64  # stretches of several writers that are counted one by one
 SHOWN = 10  # ids that an alarm names
-
-
-class Followed(Protocol):
-    """The part of a `Feed` that is needed here."""
-
-    late_rows: int
-    strayed: str | None
-
-    @property
-    def stream(self) -> Stream: ...
-
-    @property
-    def lineage(self) -> Lineage: ...
-
-    @property
-    def sent_upto(self) -> int: ...
-
-    @property
-    def lanes(self) -> Mapping[str, Lane]: ...
-
-    @property
-    def tally(self) -> Tally: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +82,7 @@ class Comparison:
     """
 
     look: Look
-    feed: Followed
+    feed: Feed
     stream: Stream
     position: int
     before: LastLook | None

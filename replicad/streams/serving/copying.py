@@ -8,7 +8,8 @@ from typing import Protocol
 import trio
 
 from replicad.daemon.fairness import Asker
-from replicad.daemon.service import HangUp, Peer
+from replicad.daemon.service import HangUp
+from replicad.daemon.session import Session
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TableReplaced
 from replicad.protocol.states import CloseReason
 from replicad.streams.chunks import Chunk
@@ -24,10 +25,9 @@ GROWTH = 4  # a piece is at most so many times as large as the one before
 
 
 class Takes(Protocol):
-    """The client that is sent the rows. `asker`: whose turn it is to use a connection to Postgres."""
+    """The client or page that gets the rows. `asker`: whose turn it is to use a connection to Postgres."""
 
-    @property
-    def asker(self) -> Asker: ...
+    asker: Asker
 
     async def send(self, stream: str, *pieces: bytes, to_go: float) -> None: ...
 
@@ -35,7 +35,7 @@ class Takes(Protocol):
 class Taking:
     """The speed at which one client takes the rows of its catch-ups. Time counts while it has rows to take."""
 
-    def __init__(self, peer: Peer, pace: int, seconds: float) -> None:
+    def __init__(self, peer: Session, pace: int, seconds: float) -> None:
         """`pace`: the fewest bytes a second over `seconds`; 0: no bound."""
         self.asker = peer.asker
         self._peer = peer
@@ -47,7 +47,7 @@ class Taking:
         self._bytes = 0
 
     async def send(self, stream: str, *pieces: bytes, to_go: float) -> None:
-        """Send whole lines. `to_go`: `Peer.send`.
+        """Send whole lines. `to_go`: `Session.send`.
 
         Raises:
             HangUp: the client is too slow.

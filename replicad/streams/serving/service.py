@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from replicad.daemon.journal import JournalLimits
 from replicad.daemon.poller import Poller
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer
+from replicad.daemon.service import Answers, Feature, Host, Job
+from replicad.daemon.session import Session
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
 from replicad.streams.serving.ack_service import AckService
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
@@ -16,7 +17,7 @@ from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.row_pages import RowPages
 from replicad.streams.serving.subscriptions import Subscriptions
 from replicad.streams.serving.trouble_book import TroubleBook
-from replicad.streams.serving.windows import PostgresWindows
+from replicad.streams.serving.windows import Windows
 from replicad.streams.store import PostgresNotes, PostgresStore
 
 
@@ -51,7 +52,7 @@ class StreamService:
             Job("publisher", self.publisher.run, announces=True),
         ]
 
-    def answers(self, peer: Peer) -> Answers:
+    def answers(self, peer: Session) -> Answers:
         """`Service.answers`."""
         subscriptions = Subscriptions(peer, self.publisher, self.catchups, self._pace)
 
@@ -107,7 +108,7 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
             patience=limits.journal_patience,
             pace=limits.journal_pace,
         )
-        windows = PostgresWindows(pools.housekeeping, pace.late_rows, schema)
+        windows = Windows(pools.housekeeping, pace.late_rows, schema)
         deliver = host.settings.late_rows == "deliver"
         publisher = Publisher(store, windows, journal, host.poller, troubles, pace=pace, deliver=deliver)
         acks = AckService(notes, publisher.feeds, troubles, pace)

@@ -16,7 +16,8 @@ from contextlib import suppress
 import trio
 
 from replicad.daemon.journal import Boundary, Channel, Reader
-from replicad.daemon.service import HangUp, Peer
+from replicad.daemon.service import HangUp
+from replicad.daemon.session import Session
 from replicad.errors import (
     DatabaseError,
     Forbidden,
@@ -45,7 +46,7 @@ class Subscriptions:
     """The streams that one session follows."""
 
     def __init__(
-        self, session: Peer, publisher: Publisher, catchups: Catchups, pace: StreamIntervals = StreamIntervals()
+        self, session: Session, publisher: Publisher, catchups: Catchups, pace: StreamIntervals = StreamIntervals()
     ) -> None:
         self._session = session
         self._publisher = publisher

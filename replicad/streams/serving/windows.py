@@ -10,10 +10,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Connection, Database, load_sql, quote_ident
@@ -70,76 +70,25 @@ class Attached(NamedTuple):
     fresh: bool = False
 
 
-class Look(Protocol):
-    """One look at the table of a stream. What it has found counts only if it is `whole` in the end."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has ended well."""
-
-    @property
-    def elsewhere(self) -> str | None:
-        """The relation to which the name of the stream's table leads now, if that is another one: the look is at it."""
-
-    @property
-    def tree(self) -> Mapping[int, str]:
-        """The names of the table, its partitions and its children, by oid."""
-
-    async def window(self, after: int, upto: int, apart: Collection[int] = (), *, since: int | None = None) -> Window:
-        """The ids in (after, upto] in all tables of the tree except those in `apart` (oids). `since`: only of rows that
-        this transaction or a later one has written, or changed.
-        """
-
-    async def counts(
-        self, segment: Segment, bounds: Sequence[int], limit: int, apart: Collection[int], skipped: Collection[int]
-    ) -> list[int]:
-        """How many rows the segment has, without skipped ids: in each of the parts into which the ascending ids
-        `bounds` divide it; with ranges for each writer it is not divided. At most `limit`, from the lower end.
-        """
-
-    async def count(
-        self, after: int, upto: int, limit: int, apart: Collection[int], skipped: Collection[int]
-    ) -> CountedRange:
-        """How many rows there are in (after, upto], without skipped ids; or in the lower part of it that ends with the
-        id of the row number `limit`.
-        """
-
-    async def lowest(self) -> tuple[int | None, int | None]:
-        """The lowest id (None if the table is empty), and the id up to which rows were removed at that moment by the
-        registry.
-        """
-
-    async def attached(self, table: str, before: int, position: int) -> Sequence[Attached]:
-        """The rows of an attached table that were not sent to readers, the fresh ones apart.
-
-        `before`: the earlier position of readers, `position`: the present one.
-        """
-
-
-class Windows(Protocol):
+class Windows:
     """Makes looks. A look is not whole, and raises nothing, where a table is locked, was rewritten, or got or lost a
     partition meanwhile, or where ids belong to other rows by now.
     """
 
-    def looking(self, stream: Stream) -> AbstractAsyncContextManager[Look]: ...
-
-
-class PostgresWindows:
-    """`Windows` in Postgres. `max_rows`: rows of a window that are read."""
-
     def __init__(self, db: Database, max_rows: int, schema: str) -> None:
+        """`max_rows`: rows of a window that are read."""
         self._db = db
         self._max_rows = max_rows
         self._schema = schema
 
     @asynccontextmanager
     async def looking(self, stream: Stream) -> AsyncIterator[Look]:
-        """`Windows.looking`.
+        """A look at the table of a stream.
 
         The files are compared before the snapshot is taken and when all is read. A statement that waits for a command
         which rewrites the table reads the new file with a snapshot in which it is empty.
         """
-        look = _PostgresLook(None, stream, self._max_rows, self._schema)
+        look = Look(None, stream, self._max_rows, self._schema)
         try:
             async with self._db.connection() as connection:
                 await connection.execute(_SESSION)
@@ -166,7 +115,12 @@ async def _tree(connection: Connection, stream: Stream) -> dict[int, tuple[str |
 
 
 @dataclass(slots=True)
-class _PostgresLook:
+class Look:
+    """One look at the table of a stream. What it has found counts only if it is `whole` in the end.
+
+    `tree`: the names of the table, its partitions and its children, by oid.
+    """
+
     connection: Connection | None
     stream: Stream
     max_rows: int
@@ -178,9 +132,13 @@ class _PostgresLook:
 
     @property
     def elsewhere(self) -> str | None:
+        """The relation to which the name of the stream's table leads now, if that is another one: the look is at it."""
         return None if self.root == self.stream.table_oid else self.table
 
     async def window(self, after: int, upto: int, apart: Collection[int] = (), *, since: int | None = None) -> Window:
+        """The ids in (after, upto] in all tables of the tree except those in `apart` (oids). `since`: only of rows that
+        this transaction or a later one has written, or changed.
+        """
         left_out = self._apart(apart)
         if since is not None:
             left_out += f" AND age(t.xmin) <= age('{since}'::xid8::xid)"
@@ -195,6 +153,9 @@ class _PostgresLook:
     async def counts(
         self, segment: Segment, bounds: Sequence[int], limit: int, apart: Collection[int], skipped: Collection[int]
     ) -> list[int]:
+        """How many rows the segment has, without skipped ids: in each of the parts into which the ascending ids
+        `bounds` divide it; with ranges for each writer it is not divided. At most `limit`, from the lower end.
+        """
         left_out = self._apart(apart, [id for id in skipped if segment.after < id <= segment.upto])
         if segment.ranges is None:
             above = [bound + 1 for bound in bounds]
@@ -212,17 +173,27 @@ class _PostgresLook:
     async def count(
         self, after: int, upto: int, limit: int, apart: Collection[int], skipped: Collection[int]
     ) -> CountedRange:
+        """How many rows there are in (after, upto], without skipped ids; or in the lower part of it that ends with the
+        id of the row number `limit`.
+        """
         left_out = self._apart(apart, [id for id in skipped if after < id <= upto])
         [row] = await self._fetch("audit_range", after, upto, limit, apart=left_out)
         return CountedRange(after, upto if row["rows"] < limit else row["last"], row["rows"], row["since"])
 
     async def lowest(self) -> tuple[int | None, int | None]:
+        """The lowest id (None if the table is empty), and the id up to which rows were removed at that moment by the
+        registry.
+        """
         assert self.connection is not None
         [row] = await self._fetch("audit_lowest")
         query = load_sql("audit_trimmed").format(schema=quote_ident(self.schema))
         return row["lowest"], await self.connection.fetch_value(query, self.stream.number)
 
     async def attached(self, table: str, before: int, position: int) -> Sequence[Attached]:
+        """The rows of an attached table that were not sent to readers, the fresh ones apart.
+
+        `before`: the earlier position of readers, `position`: the present one.
+        """
         rows = await self._fetch("late_attached", before, position, MAX_COUNTED, table=table)
         return [Attached(row["rows"], row["first"], row["last"], bool(row["fresh"])) for row in rows]
 

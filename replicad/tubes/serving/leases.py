@@ -17,7 +17,7 @@ from functools import partial
 
 import trio
 
-from replicad.daemon.service import Peer
+from replicad.daemon.session import Session
 from replicad.daemon.troubles import Troubles
 from replicad.errors import LeaseLost
 from replicad.tubes.commands import Claim, Lease, Part
@@ -40,13 +40,13 @@ class Ownership:
         self._has_ended = trio.Event()
         self._clients: dict[tuple[str, int], str] = {}  # (tube, term): the stored holder
 
-    def holder(self, session: Peer, command: Claim) -> LeaseHolder:
+    def holder(self, session: Session, command: Claim) -> LeaseHolder:
         """The holder that the CLAIM of a client means."""
         connection = f"{self._daemon}.{session.number}"
         return holder_of(command.holder or session.identity, session.access.name, connection)
 
     async def claim(
-        self, session: Peer, command: Claim, holder: LeaseHolder, ttl: float, expired: Callable[[str], Sequence[int]]
+        self, session: Session, command: Claim, holder: LeaseHolder, ttl: float, expired: Callable[[str], Sequence[int]]
     ) -> Lease:
         """`LeaseBook.claim` for a client. `expired`: the beats of the expired leases of a tube."""
         if self._ended:
@@ -57,7 +57,7 @@ class Ownership:
             session.at_end(partial(self._end, holder))
         return lease
 
-    async def check(self, session: Peer, tube: str, term: int) -> None:
+    async def check(self, session: Session, tube: str, term: int) -> None:
         """Refuse a term of another client of the access file. A term that no lease has is left to the SQL.
 
         Raises:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import trio
 
 from replicad.config.limits import LEASE_TTL_MAX, WAIT_MAX, Limits
-from replicad.daemon.service import Answer, Answers, Peer
+from replicad.daemon.service import Answer, Answers
+from replicad.daemon.session import Session
 from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, LeaseHeld, LeaseLost, TubeRefused
 from replicad.protocol.command import Command
 from replicad.protocol.integer_list import pieces_of
@@ -64,7 +65,7 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class _Claiming:
-    peer: Peer
+    peer: Session
     command: Claim
     holder: LeaseHolder
     ttl: float
@@ -88,7 +89,7 @@ class LeaseClaims:
         self._limits = limits
         self._partitions = partitions
 
-    async def claim(self, peer: Peer, command: Claim, wait: float) -> Lease:
+    async def claim(self, peer: Session, command: Claim, wait: float) -> Lease:
         """The lease that a CLAIM asks for. `wait`: seconds, checked.
 
         Raises:
@@ -220,7 +221,7 @@ class PodReads:
         self._renewals = renewals
         self._known = known
 
-    async def plan(self, peer: Peer, command: Pods, wait: float) -> Planned:
+    async def plan(self, peer: Session, command: Pods, wait: float) -> Planned:
         """How far the answer goes, and how many pods it has. Waits up to `wait` seconds if there are none.
 
         Raises:
@@ -235,7 +236,7 @@ class PodReads:
         until = trio.current_time() + wait
         return await (self._plan_or_want(peer, command, until) if command.ready else self._plan_or_wait(command, until))
 
-    async def send(self, peer: Peer, command: Pods, upto: Cursor) -> int:
+    async def send(self, peer: Session, command: Pods, upto: Cursor) -> int:
         """Send the pods that are planned; returns how many. Raises LeaseLost, also after some."""
         self._known.note_served(command.tube, upto)
         target = command.tube, command.part, command.term
@@ -252,7 +253,7 @@ class PodReads:
                 f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors from CURSOR answers"
             )
 
-    async def _plan_or_want(self, peer: Peer, command: Pods, until: float) -> Planned:
+    async def _plan_or_want(self, peer: Session, command: Pods, until: float) -> Planned:
         """The plan; if it has no pods, READY follows."""
         tube, part, after = command.tube, command.part, command.after
         read_to = self._read_to(command)
@@ -344,9 +345,9 @@ class TubeRequests:
         self._reads = PodReads(books, waiters, readiness, renewals, known=known)
         self._history = books.history
 
-    def answers(self, peer: Peer) -> Answers:
+    def answers(self, peer: Session) -> Answers:
         """`Service.answers`."""
-        work: Mapping[type[Command], Callable[[Peer, Any], Awaitable[None]]] = {
+        work: Mapping[type[Command], Callable[[Session, Any], Awaitable[None]]] = {
             Tube: self._tube,
             Claim: self._claim,
             Renew: self._renew,
@@ -363,7 +364,7 @@ class TubeRequests:
         async def refuse_unknown(command: Any) -> None:
             await self._known.find(command.tube, peer.access.lists)
 
-        def answer(each: Callable[[Peer, Any], Awaitable[None]]) -> Answer:
+        def answer(each: Callable[[Session, Any], Awaitable[None]]) -> Answer:
             async def answer_known(command: Any) -> None:
                 if peer.access.limited:  # a tube that the client may not know gets the answer of an absent tube
                     await self._known.find(command.tube, peer.access.lists)
@@ -392,13 +393,13 @@ class TubeRequests:
                 raise
             raise broken from error
 
-    async def _tube(self, session: Peer, command: Tube) -> None:
+    async def _tube(self, session: Session, command: Tube) -> None:
         await self._known.look()  # the number of partitions may have changed just now
         info = await self._known.served(command.tube)
         keys = None if info.keys == BIGINT else info.keys
         session.post(Tube(info.name, info.partitions, info.made if command.made else None, keys))
 
-    async def _claim(self, session: Peer, command: Claim) -> None:
+    async def _claim(self, session: Session, command: Claim) -> None:
         await self._known.served(command.tube)
         asked = trio.current_time()
         lease = await self._claims.claim(session, command, self._bounded_wait(command.wait))
@@ -408,17 +409,17 @@ class TubeRequests:
             await self._known.look()  # the positions here may be of another history than the lease
         session.post(lease if command.generation else replace(lease, generation=None))
 
-    async def _renew(self, session: Peer, command: Renew) -> None:
+    async def _renew(self, session: Session, command: Renew) -> None:
         session.post(await self._renewals.renew(command.tube, command.part, command.term))
 
-    async def _keep(self, session: Peer, command: Keep) -> None:
+    async def _keep(self, session: Session, command: Keep) -> None:
         if len(command.terms) > MAX_KEPT:
             raise TubeRefused(f"{len(command.terms)} terms in one KEEP are too many; send up to {MAX_KEPT} at a time")
         await self._known.find(command.tube)
         terms = await read_list(command.terms, session.give_way)
         session.post(Kept(command.tube, tuple(await self._renewals.keep(command.tube, terms, session.access.name))))
 
-    async def _release(self, session: Peer, command: Release) -> None:
+    async def _release(self, session: Session, command: Release) -> None:
         released = await self._leases.release(command.tube, command.part, command.term)
         self._renewals.forget(command.tube, command.term)
         if released:
@@ -426,7 +427,7 @@ class TubeRequests:
         session.log.info("lease_released", tube=command.tube, part=str(command.part), was_held=released)
         session.post(Release(command.tube, command.part, command.term))
 
-    async def _ack(self, session: Peer, command: Ack) -> None:
+    async def _ack(self, session: Session, command: Ack) -> None:
         await self._known.refuse_broken(command.tube)
         await self._renewals.renew_if_due(command.tube, command.part, command.term)
         if command.upto is None:
@@ -436,7 +437,7 @@ class TubeRequests:
             pods = await self._pods.ack_upto(command.tube, command.part, command.term, command.after, command.upto)
         session.post(Acked(command.tube, command.part, pods))
 
-    async def _park(self, session: Peer, command: Park) -> None:
+    async def _park(self, session: Session, command: Park) -> None:
         await self._known.refuse_broken(command.tube)
         await self._renewals.renew_if_due(command.tube, command.part, command.term)
         ids = await self._pods.park(
@@ -453,23 +454,23 @@ class TubeRequests:
         )
         session.post(Parked(command.tube, command.part, ids))
 
-    async def _seen(self, session: Peer, command: Seen) -> None:
+    async def _seen(self, session: Session, command: Seen) -> None:
         await self._known.find(command.tube)
         found = await self._history.seen(command.tube, command.generation, command.seq)
         since = None if found.since is None else round(found.since.timestamp() * 1_000_000)
         session.post(replace(command, state=found.state, shared=found.shared, since=since))
 
-    async def _attempt(self, session: Peer, command: Attempt) -> None:
+    async def _attempt(self, session: Session, command: Attempt) -> None:
         await self._known.refuse_broken(command.tube)
         note = await self._pods.attempt(command.tube, command.part, command.term, command.note)
         session.post(Attempt(command.tube, command.part, command.term, note))
 
-    async def _report(self, session: Peer, command: Report) -> None:
+    async def _report(self, session: Session, command: Report) -> None:
         await self._known.find(command.tube)
         await self._pods.report(command.tube, command.reporter, command.counts or "{}")
         session.post(Report(command.tube, command.reporter))
 
-    async def _read(self, session: Peer, command: Pods) -> None:
+    async def _read(self, session: Session, command: Pods) -> None:
         await self._known.served(command.tube)
         await self._renewals.renew_if_due(command.tube, command.part, command.term)
         planned = await self._reads.plan(session, command, self._bounded_wait(command.wait))

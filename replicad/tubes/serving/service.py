@@ -18,7 +18,8 @@ import trio
 from replicad.config.limits import Limits
 from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample
 from replicad.daemon.poller import Poller
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer
+from replicad.daemon.service import Answers, Feature, Host, Job
+from replicad.daemon.session import Session
 from replicad.daemon.state_columns import StateView
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
@@ -230,7 +231,7 @@ class TubeService:
         """`Service.jobs`."""
         return [Job("tubes", self.run, announces=True)]
 
-    def answers(self, peer: Peer) -> Answers:
+    def answers(self, peer: Session) -> Answers:
         """`Service.answers`."""
         return self._requests.answers(peer)
 

@@ -22,7 +22,7 @@ from math import gcd
 
 import trio
 
-from replicad.daemon.service import Peer
+from replicad.daemon.session import Session
 from replicad.daemon.supervision import Restarts
 from replicad.daemon.troubles import Troubles
 from replicad.errors import LeaseHeld, TubeError
@@ -350,19 +350,19 @@ class Readiness:
         self._claim_waiters = claim_waiters
         self._wanted: dict[int, dict[_Place, _Entry]] = {}  # by the number of the client's connection
 
-    def want_pods(self, peer: Peer, tube: str, part: Part, until: float, read_to: int | None) -> None:
+    def want_pods(self, peer: Session, tube: str, part: Part, until: float, read_to: int | None) -> None:
         """Send READY when the partition gets pods. `read_to`: as in `PodWaiter`."""
         waiter = PodWaiter(tube, part, partial(self._send, peer, tube, part), read_to)
         self._waiters.add(waiter)
         self._put(peer, (tube, part), _Entry(until, partial(self._waiters.remove, waiter)))
 
-    def want_lease(self, peer: Peer, tube: str, part: Part, holder: LeaseHolder, until: float) -> None:
+    def want_lease(self, peer: Session, tube: str, part: Part, holder: LeaseHolder, until: float) -> None:
         """Send READY when the partition is free for this holder."""
         claimant = ClaimWaiter(tube, part, holder, partial(self._send, peer, tube, part))
         self._claim_waiters.add(claimant)
         self._put(peer, (tube, part), _Entry(until, partial(self._claim_waiters.remove, claimant)))
 
-    def drop(self, peer: Peer, tube: str, part: Part) -> None:
+    def drop(self, peer: Session, tube: str, part: Part) -> None:
         """Send no READY for this partition; safe to repeat."""
         entry = self._wanted.get(peer.number, {}).pop((tube, part), None)
         if entry is not None:
@@ -375,7 +375,7 @@ class Readiness:
             for place in [place for place, entry in wanted.items() if entry.until < now]:
                 wanted.pop(place).end()
 
-    def _put(self, peer: Peer, place: _Place, entry: _Entry) -> None:
+    def _put(self, peer: Session, place: _Place, entry: _Entry) -> None:
         self.drop(peer, *place)
         if peer.number not in self._wanted:
             self._wanted[peer.number] = {}
@@ -386,7 +386,7 @@ class Readiness:
         for entry in self._wanted.pop(number, {}).values():
             entry.end()
 
-    def _send(self, peer: Peer, tube: str, part: Part) -> None:
+    def _send(self, peer: Session, tube: str, part: Part) -> None:
         self.drop(peer, tube, part)
         if peer.access.may("work", tube):  # the right may have been withdrawn meanwhile
             peer.post(Ready(tube, part))

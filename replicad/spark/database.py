@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused
@@ -24,6 +25,20 @@ T = TypeVar("T")
 
 PATIENCE = 60.0  # seconds to wait for an unreachable Postgres: a restart or a failover
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries; each pause doubles
+
+_TCP = {  # a server, or a client, that is away without a word is noticed within a minute
+    "connect_timeout": 10,  # seconds, for each address
+    "keepalives_idle": 20,  # seconds of silence before the first question
+    "keepalives_interval": 10,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 60_000,  # ms for what was sent to be acknowledged
+}
+_TCP_OF_SERVER = {  # the same on the other side: a lost client must not keep its transaction and locks
+    "tcp_keepalives_idle": 20,
+    "tcp_keepalives_interval": 10,
+    "tcp_keepalives_count": 4,
+    "tcp_user_timeout": 60_000,
+}
 
 _Key = tuple[int, int, str, bool]  # process, thread, url, transactional
 _connections: dict[_Key, Any] = {}
@@ -54,10 +69,12 @@ def _connect(url: str, transactional: bool) -> Any:
             "the ADBC driver for Postgres is not installed; pip install 'replicad[spark]', on the executors too"
         ) from error
     try:
-        made = dbapi.connect(url, autocommit=not transactional)
+        made = dbapi.connect(with_time_outs(url), autocommit=not transactional)
         with made.cursor() as cursor:
             cursor.execute("SET client_min_messages = warning")  # libpq prints notices to stderr
             cursor.execute("SET application_name = 'replicad spark'")
+            for name, number in _TCP_OF_SERVER.items():
+                cursor.execute(f"SET {name} = {number}")
             for name, setting in FIXED.items():  # what becomes text must be read again as it was, and no row be hidden
                 cursor.execute(f"SET {name} = {literal(setting)}")
         if transactional:
@@ -65,6 +82,13 @@ def _connect(url: str, transactional: bool) -> Any:
     except dbapi.Error as error:
         raise _ours(error) from error
     return made
+
+
+def with_time_outs(url: str) -> str:
+    """The URL with the time-outs of TCP that it does not set itself."""
+    given = {name for name, _ in parse_qsl(url.partition("?")[2], keep_blank_values=True)}
+    missing = [f"{name}={number}" for name, number in _TCP.items() if name not in given]
+    return url + ("&" if "?" in url else "?") + "&".join(missing) if missing else url
 
 
 def forget(url: str, *, transactional: bool | None = None) -> None:

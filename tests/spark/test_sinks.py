@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_server import IndexServer
 
-from replicad.errors import DownstreamError, DownstreamUnavailable, RowRefused, UsageError
-from replicad.spark.database import forget
+from replicad.errors import DownstreamError, DownstreamUnavailable, ReplicadError, RowRefused, UsageError
+from replicad.spark.database import connection, forget, with_time_outs
 from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks import parquet
-from replicad.spark.sinks.base import BatchId, Shape
+from replicad.spark.sinks.base import Applied, BatchId, Shape
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
@@ -197,40 +198,93 @@ def test_a_task_that_fails_in_the_middle_leaves_nothing(url: str) -> None:
     assert postgres_rows(url) == {(1, 1): "whole"}
 
 
-def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_skip(url: str) -> None:
-    """Two drivers write one batch at once;
-    the second waits for the first one's transaction and then changes nothing.
-    """
+@contextmanager
+def paused(sink: PostgresSink, what: Callable[[], Iterable[EnrichedRows]]) -> Iterator[dict[str, Any]]:
+    """A task of a zombie in a thread of its own; `what` says how it is paused. Its outcome is there afterwards."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["applied"] = sink.apply(SHAPE, BatchId("q", 0), 0, what())
+        except ReplicadError as error:
+            outcome["error"] = error
+        finally:
+            forget(sink.url)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield outcome
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_a_task_that_is_paused_while_it_loads_rows_delays_nobody_and_overwrites_nothing(url: str) -> None:
     sink = PostgresSink(url, 'dw."Cit ies"')
     sink.prepare(SHAPE)
     inside, go_on = threading.Event(), threading.Event()
 
     def slow() -> Iterator[EnrichedRows]:
-        yield from changes({(1, 1): "zombie"})
+        yield from changes({(1, 1): "old"})
         inside.set()
         assert go_on.wait(PATIENCE)
 
-    def zombie() -> None:
-        results["first"] = sink.apply(SHAPE, BatchId("q", 0), 0, slow())
+    with paused(sink, slow) as outcome:
+        assert inside.wait(PATIENCE)
+        assert not sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "new"})).repeated
+        go_on.set()
+    assert outcome["applied"].repeated
+    assert postgres_rows(url) == {(1, 1): "new"}
 
-    def successor() -> None:
-        results["second"] = other.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "x"}))
 
-    results: dict[str, Any] = {}
-    thread = threading.Thread(target=zombie)
-    thread.start()
-    assert inside.wait(PATIENCE)
-    other = PostgresSink(f"{url}&connect_timeout=9", sink.table)  # another text, hence another connection
-    second = threading.Thread(target=successor)
-    second.start()
-    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-    while psql(url, waits) != "1":
-        assert second.is_alive()
-    go_on.set()
-    thread.join(PATIENCE)
-    second.join(PATIENCE)
-    assert {who: done.repeated for who, done in results.items()} == {"first": False, "second": True}
-    assert postgres_rows(url) == {(1, 1): "zombie"}
+def test_a_task_that_is_paused_while_it_holds_locks_is_ended_by_postgres(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.spark.sinks.postgres._IDLE_LOCKED", 1)
+    sink = PostgresSink(url, 'dw."Cit ies"')
+    sink.prepare(SHAPE)
+    inside, go_on, plain = threading.Event(), threading.Event(), PostgresSink._write
+
+    def pause(self: PostgresSink, cursor: Any, shape: Shape, loaded: Any) -> Any:
+        monkeypatch.setattr(PostgresSink, "_write", plain)
+        inside.set()
+        assert go_on.wait(PATIENCE)
+        return plain(self, cursor, shape, loaded)
+
+    monkeypatch.setattr(PostgresSink, "_write", pause)
+    with paused(sink, lambda: changes({(1, 1): "old"})) as outcome:
+        assert inside.wait(PATIENCE)
+        assert not sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "new"})).repeated
+        go_on.set()
+    assert outcome.get("applied", Applied(repeated=True)).repeated
+    assert postgres_rows(url) == {(1, 1): "new"}
+
+
+@pytest.mark.parametrize("locked", ["dw.replicad_batches", 'dw."Cit ies"'])
+def test_a_row_that_another_session_has_locked_is_waited_for_so_long_and_the_session_is_named(
+    url: str, monkeypatch: pytest.MonkeyPatch, locked: str
+) -> None:
+    monkeypatch.setattr("replicad.spark.sinks.postgres._LOCKED_WAIT", 1)
+    sink = PostgresSink(url, 'dw."Cit ies"')
+    sink.prepare(SHAPE)
+    sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "a"}))
+    other = f"{url}&application_name=warehouse"
+    with connection(other, transactional=True).cursor() as cursor:
+        cursor.execute("SET application_name = 'a report'")
+        cursor.execute(f"UPDATE {locked} SET {'at = now()' if 'batches' in locked else '_seq = 0'}")
+    with pytest.raises(
+        DownstreamUnavailable,
+        match=r"has a locked row, for more than 1 s: session \d+ \(a report, from this host\) has been idle in trans",
+    ):
+        sink.apply(SHAPE, BatchId("q", 1), 0, changes({(1, 1): "b"}))
+    forget(other)
+    assert sink.apply(SHAPE, BatchId("q", 1), 0, changes({(1, 1): "b"})).written == 1
+
+
+def test_connections_have_the_time_outs_of_tcp_that_their_url_does_not_set(url: str) -> None:
+    assert with_time_outs("postgresql:///x").startswith("postgresql:///x?connect_timeout=10&keepalives_idle=20&")
+    assert with_time_outs(f"{url}&connect_timeout=3").count("connect_timeout") == 1
+    again = with_time_outs("postgresql://u@h/x")
+    assert with_time_outs(again) == again
 
 
 def test_a_table_that_lacks_a_column_is_refused(url: str) -> None:

@@ -4,6 +4,10 @@ Each task has one transaction, which sets this task's row in `replicad_batches` 
 this batch, the task writes nothing; if it has a later one, the task fails. So a repeated task or batch, or a driver
 that still runs after its replacement, changes nothing: the effect is exactly once. The driver has a row too, which it
 sets when all tasks are done.
+
+A task loads its rows into a temporary table first, and sets its row only then: a node that is paused while it loads
+rows holds no lock, and finds its batch done when it goes on. From then on the transaction is short, and Postgres ends
+it when its client is silent for `_IDLE_LOCKED` seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from replicad.spark.columns import COLUMNS, ColumnType
 from replicad.spark.database import PATIENCE, forget, literal, patiently, quote
 from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink
-from replicad.sqlstates import NOT_OF_A_ROW, means
+from replicad.sqlstates import LOCKED, NOT_OF_A_ROW, means
 
 _TYPES = {
     pa.bool_(): "boolean", pa.int8(): "smallint", pa.int16(): "smallint", pa.int32(): "integer", pa.int64(): "bigint",
@@ -43,6 +47,9 @@ _CREATED = {  # what comes as text; a table that we create gets the type itself,
     "time without time zone", "time with time zone", *_TYPES.values(),
 }  # fmt: skip
 _LOCK_WAIT = 30  # seconds for which ALTER TABLE may wait, and others behind it
+_LOCKED_WAIT = 30  # seconds for which a task waits for a row that another transaction has locked
+_IDLE_LOCKED = 30  # seconds of silence after which Postgres ends a task that holds locks: its node is paused or away
+_IDLE_LOADING = 600  # the same while it loads rows and holds none; a chunk takes seconds
 _PART = r'(?:"(?:[^"]|"")+"|[A-Za-z_][A-Za-z0-9_$]*)'
 _NAME = re.compile(rf"(?:({_PART})\.)?({_PART})")
 
@@ -64,6 +71,12 @@ _LAST = "SELECT batch, step, mark FROM {batches} WHERE query = $1 AND target = $
 _LASTS = """
 SELECT COALESCE(max(batch) FILTER (WHERE task = $3), -1), COALESCE(max(batch), -1)
 FROM {batches} WHERE query = $1 AND target = $2"""
+_HOLDERS = """
+SELECT a.pid::text, a.application_name, COALESCE(a.client_addr::text, 'this host'), a.state,
+  extract(epoch FROM now() - a.xact_start)::int::text
+FROM pg_catalog.pg_locks l JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid
+WHERE l.relation = ANY (ARRAY[{batches}::pg_catalog.regclass::oid, {table}::pg_catalog.regclass::oid])
+  AND l.granted AND l.mode ~ 'Exclusive' AND a.pid <> pg_catalog.pg_backend_pid() ORDER BY a.xact_start LIMIT 1"""
 _DRIVER = -1  # its number as a task
 _COUNT = "UPDATE {batches} SET written = $4, deleted = $5 WHERE query = $1 AND target = $2 AND task = $3 RETURNING 1"
 _UPSERT = """
@@ -78,6 +91,15 @@ _TABLE = """
 SELECT d.oid::text || '/' || {table}::pg_catalog.regclass::oid::text
 FROM pg_catalog.pg_database d WHERE d.datname = current_database()"""
 _STALE = "SELECT {id} FROM {table} WHERE _shard = $1 AND _seq < $2 ORDER BY {id} LIMIT $3"
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """The changes of a task: rows in the temporary table `stage`, and keys to delete, some tens of bytes each."""
+
+    stage: str
+    rows: int
+    deletes: list[pa.Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +220,11 @@ class PostgresSink(Sink):
         return ", ".join(f"{quote(name)}::{there[name]}" for name in shape.schema.names)
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
-        """One transaction: the batch's number, the writes, the deletes."""
+        """One transaction: load the rows, then set the batch's number, delete and write.
+
+        Raises:
+            DownstreamUnavailable: another transaction has locked a row for too long.
+        """
 
         def work(driver: Any) -> Applied:
             with driver.cursor() as cursor:
@@ -206,13 +232,41 @@ class PostgresSink(Sink):
             driver.commit()
             return applied
 
-        return patiently(self.url, work, transactional=True, patience=self.patience)
+        try:
+            return patiently(self.url, work, transactional=True, patience=self.patience)
+        except DatabaseError as error:
+            if not means(error.sqlstate, LOCKED):
+                raise
+            raise DownstreamUnavailable(
+                f"the downstream table {self.table} has a locked row, for more than {_LOCKED_WAIT} s{self._holder()}"
+            ) from error
+
+    def _holder(self) -> str:
+        """Who has held locks for the longest time, as the end of a sentence."""
+
+        def work(driver: Any) -> list[tuple[Any, ...]]:
+            with driver.cursor() as cursor:
+                return _ask(cursor, _HOLDERS.format(batches=literal(self._batches), table=literal(self.table)))
+
+        for pid, application, host, state, seconds in patiently(self.url, work, patience=1):
+            return (
+                f": session {pid} ({application or 'without a name'}, from {host}) has been {state} for {seconds} s in "
+                "its transaction; end it with pg_terminate_backend if it is a paused or lost program"
+            )
+        return ""
 
     def _apply(self, cursor: Any, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
+        cursor.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_LOADING}s'")
         who = (batch.query, self.table, task)
+        last = _ask(cursor, _LAST.format(batches=self._batches), *who)
+        if batch.is_repeated(last[0] if last else None):
+            return Applied(repeated=True)
+        loaded = self._load(cursor, shape, changes)
+        cursor.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_LOCKED}s'")
+        cursor.execute(f"SET LOCAL lock_timeout = '{_LOCKED_WAIT}s'")
         if not self._claim(cursor, batch, task):
             return Applied(repeated=True)
-        applied = self._write(cursor, shape, changes)
+        applied = self._write(cursor, shape, loaded)
         _ask(cursor, _COUNT.format(batches=self._batches), *who, applied.written, applied.deleted)
         return applied
 
@@ -243,21 +297,25 @@ class PostgresSink(Sink):
 
         return patiently(self.url, work, patience=self.patience)
 
-    def _write(self, cursor: Any, shape: Shape, changes: Iterable[EnrichedRows]) -> Applied:
+    def _load(self, cursor: Any, shape: Shape, changes: Iterable[EnrichedRows]) -> _Loaded:
+        """Load the rows into a temporary table of the transaction."""
         typed = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)
-        stage = f"replicad_stage_{zlib.crc32(f'{self.table} {typed}'.encode()):08x}"
-        cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {stage} ({typed}) ON COMMIT DELETE ROWS")
+        loaded = _Loaded(f"replicad_stage_{zlib.crc32(f'{self.table} {typed}'.encode()):08x}", 0, [])
+        cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {loaded.stage} ({typed}) ON COMMIT DELETE ROWS")
+        for change in changes:
+            if change.writes.num_rows:
+                loaded.rows += change.writes.num_rows
+                cursor.adbc_ingest(loaded.stage, change.writes, mode="append", temporary=True)
+            loaded.deletes.append(change.deletes)
+        return loaded
+
+    def _write(self, cursor: Any, shape: Shape, loaded: _Loaded) -> Applied:
         try:
             casts = self._casts(shape, self._columns(cursor))
         except UsageError as error:  # the table was altered since the pipeline began
             raise DatabaseError(str(error)) from None
-        deleted = staged = 0
-        for change in changes:
-            if change.writes.num_rows:
-                staged += change.writes.num_rows
-                cursor.adbc_ingest(stage, change.writes, mode="append", temporary=True)
-            deleted += self._delete(cursor, shape, change.deletes)
-        written = _ask(cursor, self._upsert(shape, stage, casts))[0][0] if staged else 0
+        deleted = sum(self._delete(cursor, shape, deletes) for deletes in loaded.deletes)
+        written = _ask(cursor, self._upsert(shape, loaded.stage, casts))[0][0] if loaded.rows else 0
         return Applied(written, deleted)
 
     def try_out(self, shape: Shape, changes: EnrichedRows) -> None:
@@ -265,7 +323,7 @@ class PostgresSink(Sink):
 
         def work(driver: Any) -> None:
             with driver.cursor() as cursor:
-                self._write(cursor, shape, [changes])
+                self._write(cursor, shape, self._load(cursor, shape, [changes]))
                 cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")  # a commit would check them
             driver.rollback()
 

@@ -18,6 +18,7 @@ and `wal_level` replica or logical. Where one is missing, `why` says so, and the
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -217,8 +218,11 @@ def _refuse(message: bytes) -> NoReturn:
     raise errors.DatabaseRefused(said)
 
 
+_WHERE = re.compile(r"connection to server (?:on socket|at) .*? failed: ")  # shown over HTTP, and a socket has a path
+
+
 def _text(said: object) -> str:
-    return mask_secrets(" ".join(str(said).split()))[:300]
+    return mask_secrets(_WHERE.sub("", " ".join(str(said).split())))[:300]
 
 
 def _nothing() -> None:

@@ -64,7 +64,7 @@ class KeyList(Sequence[str]):
         yield from _read(self._command, self._what, self._text)
 
     def __len__(self) -> int:
-        return len(tuple(self))
+        return len(_read(self._command, self._what, self._text))  # not of `self`, which asks for the length first
 
     @overload
     def __getitem__(self, at: int) -> str: ...

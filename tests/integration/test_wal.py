@@ -264,6 +264,7 @@ async def test_without_it_the_reason_and_the_remedy_are_told(
         nursery.cancel_scope.cancel()
     assert remedy in listener.why
     assert "secretword" not in listener.why
+    assert ".s.PGSQL" not in listener.why, "operators of other teams see the reason over HTTP"
     assert not listener.hears
 
 

@@ -99,7 +99,9 @@ def read(found: Sequence[int]) -> list[int]:
     return [n for piece in pieces_of(found) for n in piece]
 
 
-def test_a_park_of_many_ids_is_the_same_on_the_wire() -> None:
-    ids = tuple(range(10_000))
+@pytest.mark.parametrize("ids", [tuple(range(10_000)), tuple(f"key {n}" for n in range(10_000))], ids=("ids", "keys"))
+def test_a_park_of_many_ids_is_the_same_on_the_wire(ids: tuple[int, ...] | tuple[str, ...]) -> None:
     park = Park("t", Part(0, 1), 1, 5, ids, 3, "no use")
-    assert Park.parse(park.render().removeprefix("PARK ")) == park
+    found = Park.parse(park.render().removeprefix("PARK "))
+    assert found == park
+    assert (len(found.ids), tuple(found.ids), hash(found)) == (10_000, ids, hash(park))

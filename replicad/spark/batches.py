@@ -24,6 +24,7 @@ from replicad.eventlog import get_logger
 from replicad.spark.checkpoint import PARKED, Checkpoint
 from replicad.spark.enrich import EnrichedRows, Enricher, conform
 from replicad.spark.explaining import explain
+from replicad.spark.offsets import last_pod
 from replicad.spark.parking import SuspectShards
 from replicad.spark.reports import BatchReport, PipelineResult, StepResult
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
@@ -231,7 +232,9 @@ class BatchRunner:
         query = _query_id(spark)
         if self.checkpoint is None:
             return BatchId(query, number)
-        batch = BatchId(query + self.checkpoint.recorded_as().suffix, number, mark=self.checkpoint.mark(number))
+        plan = self.checkpoint.plan(number)
+        name = query + self.checkpoint.recorded_as().suffix
+        batch = BatchId(name, number, mark=plan.mark, last_pod=last_pod(plan.end))
         last = self.sink.last_batch(batch.query)
         if last is not None and self._done is not None and (last.restored or last.whole < self._done):
             raise DownstreamError(

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from replicad.errors import EnvironmentRefused, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pyspark.sql import SparkSession
 
@@ -57,6 +57,14 @@ class SparkBatches:
     query: str | None
     committed: int
     planned: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The offset at which a batch ends. Two plans do not share a `mark`: Spark logs the time of the plan too."""
+
+    mark: int
+    end: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +109,13 @@ class Checkpoint(ABC):
         query = None if metadata is None else str(json.loads(metadata)["id"])
         return SparkBatches(query, last["commits"], last["offsets"])
 
-    def mark(self, number: int) -> int:
-        """A number that two plans of a batch do not share: Spark logs the offsets with the time of the plan."""
-        offsets = self.read(f"offsets/{number}")
-        if offsets is None:
+    def plan(self, number: int) -> BatchPlan:
+        """What Spark has logged before a batch."""
+        text = self.read(f"offsets/{number}")
+        if text is None:
             raise EnvironmentRefused(f"checkpoint {self.location} has no offsets/{number}; was it changed meanwhile?")
-        return int.from_bytes(hashlib.blake2b(offsets.encode(), digest_size=7).digest())
+        mark = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+        return BatchPlan(mark, json.loads(text.splitlines()[-1]))
 
     def recorded_as(self) -> RecordedAs:
         """See `RecordedAs`."""

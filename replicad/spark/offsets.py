@@ -164,6 +164,17 @@ class StreamOffset:
         return {"t": str(self.token), "v": VERSION}
 
 
+def last_pod(offset: Mapping[str, Any]) -> int:
+    """The highest number of a pod that an offset of a tube, or of the tubes of islands, covers.
+
+    Raises:
+        UsageError: not of that form.
+    """
+    tubes = offset["i"].values() if "i" in offset else (offset,)
+    found = [TubeOffset.from_json(one).furthest for one in tubes]
+    return max(max(cursor.regular, cursor.backfill) for cursor in found)
+
+
 def _place(value: Mapping[str, Any]) -> TubeCursor:
     backfill, pods, regular = (value[key] for key in ("b", "c", "r"))
     if not all(type(number) is int and number >= 0 for number in (backfill, pods, regular)):

@@ -1,7 +1,8 @@
 """A search index in memory, in the form of Elasticsearch and OpenSearch, as strict as they are; and it can misbehave.
 
 Of their manuals: "Bulk API" (one line for each action and document, a newline at the end, the content type, an answer
-for each action), "Dynamic mapping" (the first value of a field gives its type, and others must fit), "Near real-time
+for each action; external versions, and `index.gc_deletes`, after which the version of a deleted document is
+forgotten), "Dynamic mapping" (the first value of a field gives its type, and others must fit), "Near real-time
 search" (what was written is found after a refresh), `index.max_result_window`.
 """
 
@@ -19,6 +20,7 @@ class IndexServer:
 
     def __init__(self, authorization: str | None = None) -> None:
         self.documents: dict[str, dict[str, Any]] = {}
+        self.versions: dict[str, int] = {}  # by id, of deleted documents too
         self.searchable: dict[str, dict[str, Any]] = {}  # as of the last refresh
         self.mapping: dict[str, str] = {}  # the type of each field, `a.b` for b in the object a
         self.cut: list[str] = []  # fields of whole numbers that got another number, of which they index a part
@@ -92,18 +94,27 @@ class IndexServer:
         while lines:
             action = _read(lines.pop(0))
             ((name, where),) = action.items()
-            if name not in ("index", "delete") or where.keys() != {"_index", "_id"} or not where["_id"]:
+            keys = {"_index", "_id", "version", "version_type"}
+            if name not in ("index", "delete") or where.keys() != keys or not where["_id"]:
                 return 400, {"error": f"Malformed action/metadata line: {action}"}
-            items.append({name: {**where, **self.act(name, where["_id"], lines)}})
+            items.append({name: {**where, **self.act(name, where["_id"], where["version"], lines)}})
         failed = any(done["status"] >= 300 for item in items for done in item.values())
         return 200, {"took": 1, "errors": failed, "items": items}
 
-    def act(self, name: str, id_: str, lines: list[bytes]) -> dict[str, Any]:
+    def forget_deleted(self) -> None:
+        """What happens `index.gc_deletes` after a delete."""
+        self.versions = {id_: version for id_, version in self.versions.items() if id_ in self.documents}
+
+    def act(self, name: str, id_: str, version: int, lines: list[bytes]) -> dict[str, Any]:
         text = lines.pop(0) if name == "index" else b""
         if self.busy:
             self.busy -= 1
             return {"status": 429, "error": {"type": "es_rejected_execution_exception"}}
+        if (known := self.versions.get(id_, 0)) > version:
+            reason = f"[{id_}]: version conflict, current version [{known}] is higher than the one provided [{version}]"
+            return {"status": 409, "error": {"type": "version_conflict_engine_exception", "reason": reason}}
         if name == "delete":
+            self.versions[id_] = version
             there = self.documents.pop(id_, None) is not None
             return {"status": 200 if there else 404, "result": "deleted" if there else "not_found"}
         try:
@@ -114,7 +125,7 @@ class IndexServer:
         except (ValueError, RecursionError) as error:
             return {"status": 400, "error": {"type": "mapper_parsing_exception", "reason": str(error)}}
         created = id_ not in self.documents
-        self.documents[id_] = document
+        self.documents[id_], self.versions[id_] = document, version
         return {"status": 201 if created else 200, "result": "created" if created else "updated"}
 
     def map(self, path: str, value: Any) -> None:

@@ -50,7 +50,7 @@ class Written:
     def batch(self, number: int, *, step: int = 0, rows: bool = True) -> bool:
         """Write a batch as the runner does; whether it was one that the downstream has."""
         checkpoint = open_checkpoint(self.checkpoint)
-        batch = BatchId("q" + checkpoint.recorded_as().suffix, number, step, checkpoint.mark(number))
+        batch = BatchId("q" + checkpoint.recorded_as().suffix, number, step, checkpoint.plan(number).mark)
         done = [self.sink.apply(SHAPE, batch, 0, changes({(1, number): "row"}, seq=number + 1))] if rows else []
         self.sink.commit(batch, done)
         return any(one.repeated for one in done)
@@ -198,7 +198,7 @@ def test_a_restore_of_delta_is_noticed_also_behind_other_commits(url: str, tmp_p
 
 def test_a_checkpoint_whose_log_lacks_the_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentRefused, match="has no offsets/3"):
-        open_checkpoint(tmp_path).mark(3)
+        open_checkpoint(tmp_path).plan(3)
 
 
 @pytest.mark.spark

@@ -369,6 +369,51 @@ def test_an_index_follows_and_a_repeated_batch_is_harmless(index: IndexServer) -
     assert sink.stale_ids(SHAPE, 1, 5, 10).to_pylist() == []
 
 
+def test_rows_of_a_node_that_was_paused_replace_no_newer_document(index: IndexServer) -> None:
+    sink = bulk(index)
+    batch = BatchId("q", 4, last_pod=9)
+
+    def paused() -> Iterator[EnrichedRows]:  # its rows are loaded, and a successor writes the same batch and the next
+        sink.apply(SHAPE, batch, 0, changes({(1, 1): "v8", (1, 3): "v8"}, seq=8))
+        sink.apply(SHAPE, BatchId("q", 5, last_pod=12), 0, changes({(1, 1): "v12"}, [(1, 2), (1, 3)], seq=12))
+        yield from changes({(1, 1): "old", (1, 2): "old"}, [(1, 3)], seq=8)
+
+    with pytest.raises(DownstreamError, match=r"document 1:1 of pod 12, and the batch ends at pod 9: another driver"):
+        sink.apply(SHAPE, batch, 0, paused())
+    assert index_rows(index) == {(1, 1): "v12"}
+
+
+def test_rows_of_a_backfill_behind_a_newer_touch_are_left_out_and_counted_so(index: IndexServer) -> None:
+    sink = bulk(index)
+    sink.apply(SHAPE, BatchId("q", 0, last_pod=20), 0, changes({(1, 1): "of pod 20"}, [(1, 2)], seq=20))
+    done = sink.apply(
+        SHAPE, BatchId("q", 1, last_pod=20), 0, changes({(1, 1): "of pod 7", (1, 5): "of pod 7"}, [(1, 2)], seq=7)
+    )
+    assert (done.written, done.deleted) == (1, 0)
+    assert index_rows(index) == {(1, 1): "of pod 20", (1, 5): "of pod 7"}
+
+
+def test_rows_that_were_loaded_long_ago_are_loaded_again(index: IndexServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index forgets the version of a deleted document, and a row from before would come back."""
+    sink = bulk(index)
+    clock = [1000.0]
+    monkeypatch.setattr("replicad.spark.sinks.bulk._now", lambda: clock[0])
+
+    def paused() -> Iterator[EnrichedRows]:
+        clock[0] += 30
+        yield from changes({(1, 2): "fresh"}, seq=5)
+        clock[0] += 50
+        sink.apply(SHAPE, BatchId("q", 0), 0, changes({}, [(1, 1)], seq=9))
+        index.forget_deleted()
+        yield from changes({(1, 1): "old"}, seq=5)
+
+    with pytest.raises(
+        DownstreamUnavailable, match="were loaded more than 45 s ago and not sent: this process was paus"
+    ):
+        sink.apply(SHAPE, BatchId("q", 0), 0, paused())
+    assert index_rows(index) == {(1, 2): "fresh"}
+
+
 def test_a_busy_index_is_asked_again_for_what_it_did_not_take(
     index: IndexServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,13 +46,15 @@ class BatchId:
     """A micro-batch: the query's id, the batch's number, and its step (0 is the batch itself, then garbage collection).
 
     Within a query (number, step) grows, except that the last ones may be repeated. `mark` is made from the offsets of
-    the batch: two batches of one number with different marks are of two copies of a checkpoint.
+    the batch: two batches of one number with different marks are of two copies of a checkpoint. `last_pod` is the
+    highest number of a pod that this batch or one before it may have; None: not known.
     """
 
     query: str
     number: int
     step: int = 0
     mark: int = field(default=0, compare=False)
+    last_pod: int | None = field(default=None, compare=False)
 
     def is_repeated(self, last: tuple[int, int, int] | None) -> bool:
         """Whether the batch is in a downstream whose last batch of the query is `last` (number, step, mark).

@@ -1,8 +1,10 @@
 """A search index as the downstream: the `_bulk` API of Elasticsearch and OpenSearch, over HTTP.
 
-At least once: a repeated batch writes the same documents under the same ids. If the index refuses a document (another
-mapping), the batch fails with the reason. If the index is too busy, the document is sent again. Uses `http.client`, one
-connection per worker.
+At least once: a repeated batch writes the same documents under the same ids. The version of a document is the number of
+the pod for which its row was loaded (`external_gte`), so the index refuses an older row of a node that was paused. It
+forgets the version of a deleted document after `index.gc_deletes` (60 s); so rows that were loaded longer ago than
+`_FRESH` seconds are not sent, but loaded again. If the index refuses a document (another mapping), the batch fails with
+the reason. If the index is too busy, the document is sent again. Uses `http.client`, one connection per worker.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import http.client
 import json
 import math
 import os
+import re
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -32,6 +36,9 @@ from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 _DIGITS_OF_LONG = 18
+_FRESH = 45.0  # seconds from the load of a row to its write; less than the 60 s of index.gc_deletes
+_CONFLICT = 409  # with external versions: the index has a later version
+_VERSION = re.compile(r"current version \[(\d+)\]")
 Encode = Callable[[Any], str]
 
 
@@ -156,6 +163,51 @@ FIELDS = {"_shard": "replicad_shard", "_seq": "replicad_seq"}  # the index reser
 Line = tuple[bytes, bytes]  # action, document (empty for a delete)
 
 
+def _now() -> float:
+    """Seconds of a clock that goes on while the machine is suspended, where there is one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    """How long rows may still be sent (see `_now`), and the highest number of a pod that their batch may have."""
+
+    until: float
+    last_pod: int | None
+
+    def check(self, index: str) -> None:
+        """Raise DownstreamUnavailable if the rows are too old: newer ones may have been written and deleted."""
+        if _now() > self.until:
+            raise DownstreamUnavailable(
+                f"rows for index {index} were loaded more than {_FRESH:g} s ago and not sent: this process was paused, "
+                "or the index is too busy; they are loaded again"
+            )
+
+    def check_later(self, index: str, document: object, version: int) -> None:
+        """Raise DownstreamError if a later version of a document is of no pod that the query has read."""
+        if self.last_pod is not None and version > self.last_pod:
+            raise DownstreamError(
+                f"index {index} has document {document} of pod {version}, and the batch ends at pod {self.last_pod}: "
+                "another driver writes to the index, or the tube was made again or restored; write to a new index, "
+                "with a backfill"
+            )
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Documents that were deleted, and documents that the index has in a later version."""
+
+    deleted: int = 0
+    superseded: int = 0
+
+
+def _version_of(done: dict[str, Any]) -> int | None:
+    """The version that the index has, from the answer for a document; None if that is not the reason."""
+    error = done.get("error")
+    found = _VERSION.search(str(error.get("reason"))) if isinstance(error, dict) else None
+    return int(found[1]) if found else None
+
+
 @dataclass(frozen=True, slots=True)
 class BulkSink(Sink):
     """Keeps `index` at `url` (with user and password, or with `api_key`) in step.
@@ -202,12 +254,20 @@ class BulkSink(Sink):
         return numbers[0] if len(numbers) == 1 else None
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:  # noqa: ARG002
-        """Write and delete documents, some megabytes at a time."""
+        """Write and delete documents, some megabytes at a time.
+
+        Raises:
+            RowRefused: the index does not take a document.
+            DownstreamUnavailable: the index is away or too busy, or this process was paused.
+            DownstreamError: the index has a document of a pod behind the batch.
+        """
         written = deleted = 0
+        before = _now()  # the next change is loaded after this moment
         for change in changes:
-            self._send(self._puts(change.writes, shape))
-            written += change.writes.num_rows
-            deleted += self._send(self._deletes(change.deletes, shape.id))
+            fresh = _Fresh(before + _FRESH, batch.last_pod)
+            written += change.writes.num_rows - self._send(self._puts(change.writes, shape), fresh).superseded
+            deleted += self._send(self._deletes(change.deletes, shape.id), fresh).deleted
+            before = _now()
         return Applied(written, deleted)
 
     def try_out(self, shape: Shape, changes: EnrichedRows) -> None:
@@ -228,46 +288,53 @@ class BulkSink(Sink):
 
     def _puts(self, rows: pa.Table, shape: Shape) -> Iterator[Line]:
         shards, ids = rows.column("_shard").to_pylist(), rows.column(shape.id).to_pylist()
+        seqs = rows.column("_seq").to_pylist()
         documents = documents_of(rows, shape.types, FIELDS, objects=self.json == OBJECT)
         action = self._action("index")
-        for shard, id_, document in zip(shards, ids, documents, strict=True):
-            yield action(shard, id_), document.encode()
+        for shard, id_, seq, document in zip(shards, ids, seqs, documents, strict=True):
+            yield action(shard, id_, seq), document.encode()
 
     def _deletes(self, rows: pa.Table, id_: str) -> Iterator[Line]:
         action = self._action("delete")
         for row in rows.to_pylist():
-            yield action(row["_shard"], row[id_]), b""
+            yield action(row["_shard"], row[id_], row["_seq"]), b""
 
-    def _action(self, name: str) -> Callable[[int, int], bytes]:
-        """Makes the line before a document."""
+    def _action(self, name: str) -> Callable[[int, int, int], bytes]:
+        """Makes the line before a document from its shard, id and version."""
         begin = f'{{"{name}":{{"_index":{json.dumps(self.index)},"_id":'
         form = self.document_id.format
-        return lambda shard, id_: f"{begin}{as_json(form(shard=shard, id=id_))}}}}}".encode()
+        end = '"version_type":"external_gte"}}'
+        return lambda shard, id_, seq: f'{begin}{as_json(form(shard=shard, id=id_))},"version":{seq},{end}'.encode()
 
-    def _send(self, lines: Iterable[Line]) -> int:
-        """Send lines in requests of bounded size; returns how many documents were deleted."""
-        deleted = size = 0
+    def _send(self, lines: Iterable[Line], fresh: _Fresh) -> _Sent:
+        """Send lines in requests of bounded size."""
+        sent, size = _Sent(), 0
         held: list[Line] = []
         for line in lines:
             held.append(line)
             size += len(line[0]) + len(line[1]) + 2
             if size >= MAX_BYTES:
-                deleted += self._bulk(held)
+                self._bulk(held, fresh, sent)
                 held, size = [], 0
-        return deleted + (self._bulk(held) if held else 0)
+        if held:
+            self._bulk(held, fresh, sent)
+        return sent
 
-    def _bulk(self, lines: list[Line]) -> int:
-        deleted = 0
+    def _bulk(self, lines: list[Line], fresh: _Fresh, sent: _Sent) -> None:
         retries = Retries(_FIRST_PAUSE, _LONGEST_PAUSE, patience=self.patience)
         while lines:
             body = b"".join(part + b"\n" for line in lines for part in line if part)
+            fresh.check(self.index)
             items = self._checked("POST", "/_bulk", body)["items"]
             again: list[Line] = []
             for line, item in zip(lines, items, strict=True):
                 ((action, done),) = item.items()
-                deleted += action == "delete" and done["status"] == 200
+                sent.deleted += action == "delete" and done["status"] == 200
                 if done["status"] in _BUSY:
                     again.append(line)
+                elif done["status"] == _CONFLICT and (later := _version_of(done)) is not None:
+                    fresh.check_later(self.index, done.get("_id"), later)
+                    sent.superseded += 1
                 elif done["status"] >= 300 and not (action == "delete" and done["status"] == 404):
                     reason = json.dumps(done.get("error"))[:500]
                     kind = RowRefused if done["status"] in _OF_A_ROW else DownstreamError
@@ -275,7 +342,6 @@ class BulkSink(Sink):
             if again and not retries.pause():
                 raise DownstreamUnavailable(f"index {self.index} stays too busy for {len(again)} documents")
             lines = again
-        return deleted
 
     # --- requests ---
 

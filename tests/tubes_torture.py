@@ -1,8 +1,12 @@
 """Random faults around the workers of a tube, from seeds: `python -m tests.tubes_torture --help`.
 
-Each run has two daemons, three workers as processes, and programs that write with transactions of all kinds. Daemons
-and workers are killed and suspended, the number of partitions changes, backfills are asked for. At the end the tube
-must become empty and the downstream equal to the source, and no id may have been at two workers at once.
+Each run has a server with the source and one with the downstream, two daemons, three workers as processes, and programs
+that write with transactions of all kinds, on tables whose keys are of one kind. Daemons and workers are killed and
+suspended, the number of partitions and the predicate change, backfills are asked for, triggers are off for a while,
+ids fail, a standby that lags is promoted, an older copy of the source is put back. At the end the tube must become
+empty and the downstream equal to the source, and no id may have been at two workers at once.
+
+In every second run nothing happens that only a backfill can mend, and none is asked for at the end.
 """
 
 from __future__ import annotations
@@ -14,12 +18,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
-from urllib.parse import urlsplit, urlunsplit
 
 import trio
 
@@ -27,21 +28,39 @@ from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from tests.conftest import FAST, install, psql, server_folder
-from tests.tubes.world import COUNTS, DIFFERENT, SHARDS, TABLES, TUBE, VIOLATIONS, Program, Writer, free_port
+from tests.forks.cluster import Cluster
+from tests.tubes.world import (
+    COUNTS,
+    DOWNSTREAM,
+    KEYS,
+    SHARDS,
+    TUBE,
+    VIOLATIONS,
+    WANTED,
+    Program,
+    Writer,
+    downstream,
+    free_port,
+    tables,
+)
 
 DAEMONS, WORKERS, WRITERS = 2, 3, 3
 ROUNDS = 6
 DRAINED = 180.0  # seconds for the tube to become empty when the faults are over; only a hang takes so long
 KILL, SUSPEND, PARTITIONS, BACKFILL, PAUSE = "kill", "suspend", "partitions", "backfill", "pause"
-
-What = Literal["kill", "suspend", "partitions", "backfill", "pause"]
+PREDICATE, DISABLE, POISON, RESTORE, PROMOTE = "predicate", "disable", "poison", "restore", "promote"
+WEIGHTS = {
+    KILL: 4, SUSPEND: 4, PARTITIONS: 2, BACKFILL: 1, PAUSE: 1, PREDICATE: 1, DISABLE: 1, POISON: 3,
+    RESTORE: 1, PROMOTE: 1,
+}  # fmt: skip
+MENDED = (PREDICATE, DISABLE)  # only a backfill brings in what is missing afterwards
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """Something that happens. `whom`: a process, or the number of partitions; `seconds` until the next step."""
 
-    what: What
+    what: str
     whom: str = ""
     seconds: float = 0.0
 
@@ -49,98 +68,166 @@ class Step:
         return f"{self.what} {self.whom} ({self.seconds:.1f} s)".replace("  ", " ")
 
 
+def recorded(seed: int) -> bool:
+    """Whether nothing happens that only a backfill can mend."""
+    return seed % 2 == 0
+
+
 def make_schedule(seed: int) -> list[Step]:
     """The steps of a seed, always the same."""
     chance = random.Random(seed)
     names = [f"daemon{n}" for n in range(DAEMONS)] + [f"worker{n}" for n in range(WORKERS)] * 2
+    weights = {what: weight for what, weight in WEIGHTS.items() if not (recorded(seed) and what in MENDED)}
     steps = []
     for _ in range(ROUNDS):
-        what: What = chance.choices((KILL, SUSPEND, PARTITIONS, BACKFILL, PAUSE), (4, 4, 2, 1, 1))[0]
+        [what] = chance.choices(list(weights), list(weights.values()))
         whom = {
             KILL: chance.choice(names),
             SUSPEND: chance.choice(names),
             PARTITIONS: str(chance.randint(1, SHARDS)),
+            PREDICATE: str(chance.choice([0, 2, 3])),
+            POISON: str(chance.choice([5, 50, 90])),
         }.get(what, "")
         steps.append(Step(what, whom, chance.choice([0.2, 1.0, 2.0, 5.0])))  # a lease lives for 3 s
     return steps
 
 
-async def play(seed: int, url: str, folder: Path) -> list[str]:
-    """Play the schedule of a seed in an empty database that has our schema; returns what went wrong."""
-    psql(url, TABLES)
-    ports = [free_port() for _ in range(DAEMONS)]
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    programs = {
-        f"daemon{n}": Program(
-            f"daemon{n}",
-            ["-m", "replicad", "serve", "--listen", address, "--log-format", "json"],
-            folder,
-            {"REPLICAD_DATABASE": url},
+class Run:
+    """One run. `source`: the server with the tables and the tube; `down`: the address of the downstream."""
+
+    def __init__(self, seed: int, source: Cluster, down: str, folder: Path) -> None:
+        self.seed, self.source, self.url, self.down_url = seed, source, source.url, down
+        kind = seed // 2 % len(KEYS)
+        self.key = KEYS[kind]
+        install(self.url, "stream", "tube")
+        psql(self.url, tables(self.key))
+        psql(down, downstream(self.key))
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(DAEMONS)]
+        serve = ["-m", "replicad", "serve", "--log-format", "json", "--listen"]
+        environment = {"REPLICAD_DATABASE": self.url}
+        self.programs = {
+            f"daemon{n}": Program(f"daemon{n}", [*serve, address], folder, environment)
+            for n, address in enumerate(addresses)
+        }
+        worker = str(Path(__file__).with_name("tubes") / "worker.py")
+        for n in range(WORKERS):
+            words = [worker, self.url, down, f"worker{n}", TUBE, str(seed * 10 + n), str(kind), *addresses]
+            self.programs[f"worker{n}"] = Program(f"worker{n}", words, folder)
+
+    async def play(self) -> list[str]:
+        """Play the schedule; returns what went wrong."""
+        opened = partial(open_database, application_name="checker", connect_timeout=5)
+        try:
+            for program in self.programs.values():
+                program.start()
+            async with opened(self.url, size=WRITERS + 2) as db, opened(self.down_url, size=2) as down:
+                return await self._play(db, down)
+        finally:
+            for program in self.programs.values():
+                program.send(signal.SIGKILL)
+
+    async def _play(self, db: Database, down: Database) -> list[str]:
+        pure = recorded(self.seed)
+        writers = [Writer(db, self.key, self.seed * 100 + n, recorded=pure) for n in range(WRITERS)]
+        async with trio.open_nursery() as nursery:
+            for writer in writers:
+                nursery.start_soon(writer.run)
+            with trio.fail_after(DRAINED):  # so that the faults meet workers that work
+                while not await down.fetch_value("SELECT count(*) FROM down.rows"):
+                    await trio.sleep(0.1)
+            for step in make_schedule(self.seed):
+                await self._take(step, db, down)
+            for writer in writers:
+                writer.stop.set()
+        for (gid,) in await db.fetch("SELECT gid FROM pg_prepared_xacts"):  # of writers whose server went away
+            await db.execute(f"ROLLBACK PREPARED '{gid}'")
+        await down.execute("DELETE FROM down.poison")
+        if not pure:
+            await _backfill(db)
+        wrong = []
+        if not await _drained(db):
+            left = await db.fetch_value(f"SELECT count(*) FROM tube.{TUBE}")
+            leases = await db.fetch("SELECT partition, partitions, split_part(holder, '!', 1) FROM tube.tube_lease")
+            wrong.append(f"the tube still has {left} pods; leases: {[tuple(row) for row in leases]}")
+        for program in self.programs.values():
+            program.check()
+        wrong += [str(row["text"]) for row in await down.fetch(VIOLATIONS)]
+        wrong += await self._differences(db, down)
+        done, failed = sum(writer.done for writer in writers), sum(writer.failed for writer in writers)
+        [counts] = await down.fetch(COUNTS)
+        print(
+            f"  {self.key.type}: {done} transactions, {failed} failed; "
+            + ", ".join(f"{n} {what}" for what, n in counts.items()),
+            flush=True,
         )
-        for n, address in enumerate(addresses)
-    }
-    worker = str(Path(__file__).with_name("tubes") / "worker.py")
-    for n in range(WORKERS):
-        words = [worker, url, f"worker{n}", TUBE, str(seed * 10 + n), *addresses]
-        programs[f"worker{n}"] = Program(f"worker{n}", words, folder)
-    try:
-        for program in programs.values():
+        return wrong
+
+    async def _differences(self, db: Database, down: Database) -> list[str]:
+        """Rows that the two sides do not have alike, at most twenty."""
+        wanted = f"SELECT {self.key.column}::text AS id, value FROM source, setting WHERE {WANTED}"
+        there = {row["id"]: row["value"] for row in await db.fetch(wanted)}
+        here = {row["id"]: row["value"] for row in await down.fetch(DOWNSTREAM)}
+        return [
+            f"differs: {id}: source {there.get(id)}, downstream {here.get(id)}"
+            for id in sorted(there.keys() | here.keys())
+            if there.get(id) != here.get(id)
+        ][:20]
+
+    async def _take(self, step: Step, db: Database, down: Database) -> None:
+        program = self.programs.get(step.whom)
+        began = await down.fetch_value("SELECT clock_timestamp()")
+        now = f"SELECT partitions, predicate INTO p, q FROM tube.tube_registry WHERE tube = '{TUBE}'"
+        ensure = (
+            "DO $$ DECLARE p integer; q text; BEGIN {0}; PERFORM tube.tube_ensure_exists('{1}', {2}, {3}); {4} END $$"
+        )
+        if step.what == PARTITIONS:
+            await _change(db, ensure.format(now, TUBE, step.whom, "q", ""))
+        elif step.what == PREDICATE:
+            predicate = f"'value % {step.whom} <> 0'" if step.whom != "0" else "NULL"
+            setting = f"UPDATE setting SET m = {step.whom};"
+            await _change(db, ensure.format(now, TUBE, "p", predicate, setting))
+        elif step.what == BACKFILL:
+            await _backfill(db)
+        elif step.what == DISABLE:
+            await _change(db, "ALTER TABLE items DISABLE TRIGGER USER")
+        elif step.what == POISON:
+            await down.execute("INSERT INTO down.poison VALUES ($1)", int(step.whom))
+        elif step.what in (RESTORE, PROMOTE):
+            await trio.to_thread.run_sync(self._fork, step)
+        elif program is not None:
+            program.check()
+            program.send(signal.SIGKILL if step.what == KILL else signal.SIGSTOP)
+        await trio.sleep(step.seconds)
+        if step.what == DISABLE:
+            await _change(db, "ALTER TABLE items ENABLE TRIGGER USER")
+        elif step.what == POISON:
+            await down.execute("DELETE FROM down.poison")
+        elif program is not None and step.what == KILL:
             program.start()
-        async with open_database(url, size=WRITERS + 2, application_name="checker") as db:
-            return await _play(seed, db, programs)
-    finally:
-        for program in programs.values():
-            program.send(signal.SIGKILL)
+        elif program is not None:
+            program.send(signal.SIGCONT)
+            await down.execute("INSERT INTO down.pause VALUES ($1, $2, clock_timestamp())", step.whom, began)
 
-
-async def _play(seed: int, db: Database, programs: dict[str, Program]) -> list[str]:
-    writers = [Writer(db, seed * 100 + n) for n in range(WRITERS)]
-    async with trio.open_nursery() as nursery:
-        for writer in writers:
-            nursery.start_soon(writer.run)
-        await _wait_copied(db)
-        for step in make_schedule(seed):
-            await _take(step, db, programs)
-        for writer in writers:
-            writer.stop.set()
-    await _backfill(db)  # finds what was deleted without a trigger
-    wrong = []
-    if not await _drained(db):
-        left = await db.fetch_value(f"SELECT count(*) FROM tube.{TUBE}")
-        leases = await db.fetch("SELECT partition, partitions, split_part(holder, '!', 1) FROM tube.tube_lease")
-        wrong.append(f"the tube still has {left} pods; leases: {[tuple(row) for row in leases]}")
-    for program in programs.values():
-        program.check()
-    wrong += [str(row["text"]) for row in await db.fetch(VIOLATIONS)]
-    wrong += [f"differs: {dict(row)}" for row in await db.fetch(DIFFERENT)]
-    done, failed = sum(writer.done for writer in writers), sum(writer.failed for writer in writers)
-    [counts] = await db.fetch(COUNTS)
-    print(
-        f"  {done} transactions, {failed} failed; " + ", ".join(f"{n} {what}" for what, n in counts.items()), flush=True
-    )
-    return wrong
-
-
-async def _take(step: Step, db: Database, programs: dict[str, Program]) -> None:
-    program = programs.get(step.whom)
-    began = await db.fetch_value("SELECT clock_timestamp()")
-    if step.what == PARTITIONS:
-        await _change(db, f"SELECT tube.tube_ensure_exists('{TUBE}', {step.whom})")
-    elif step.what == BACKFILL:
-        await _backfill(db)
-    elif program is not None:
-        program.check()
-        program.send(signal.SIGKILL if step.what == KILL else signal.SIGSTOP)
-    await trio.sleep(step.seconds)
-    if program is not None and step.what == KILL:
-        program.start()
-    elif program is not None:
-        program.send(signal.SIGCONT)
-        await db.execute("INSERT INTO down.pause VALUES ($1, $2, clock_timestamp())", step.whom, began)
+    def _fork(self, step: Step) -> None:
+        """Put the source back to what it was some seconds ago, or promote a standby that lags as much."""
+        source = self.source
+        if step.what == RESTORE:
+            source.stop(signal.SIGINT)
+            copy = source.copy()
+            source.start()
+            time.sleep(step.seconds)
+            source.stop(signal.SIGQUIT)
+            source.put_back(copy)
+            source.start()
+        else:
+            standby = source.make_standby()
+            source.cut(standby)
+            time.sleep(step.seconds)
+            source.end(source.promote(standby))
 
 
 async def _backfill(db: Database) -> None:
-    await _change(db, f"SELECT tube.tube_backfill_schedule('{TUBE}', 'id', 0, {SHARDS})")
+    await _change(db, f"SELECT tube.tube_backfill_request('{TUBE}', NULL, 0, {SHARDS})")
 
 
 async def _change(db: Database, query: str) -> None:
@@ -157,33 +244,31 @@ async def _change(db: Database, query: str) -> None:
                 return
 
 
-async def _wait_copied(db: Database) -> None:
-    """Until the first row is downstream, so that the faults meet workers that work."""
-    with trio.fail_after(DRAINED):
-        while not await db.fetch_value("SELECT count(*) FROM down.rows"):
-            await trio.sleep(0.1)
-
-
 async def _drained(db: Database) -> bool:
-    """Whether the tube becomes empty and its backfills end."""
+    """Whether the tube becomes empty, with all parked ids put back, and its backfills end."""
     left = (
-        f"SELECT EXISTS (SELECT FROM tube.{TUBE}) OR EXISTS (SELECT FROM tube.tube_backfill AS b WHERE NOT b.finished)"
+        f"SELECT EXISTS (SELECT FROM tube.{TUBE}) OR EXISTS (SELECT FROM tube.tube_backfill AS b WHERE NOT b.finished) "
+        "OR EXISTS (SELECT FROM tube.tube_parked)"
     )
     with trio.move_on_after(DRAINED):
         while await db.fetch_value(left):
+            numbers = [row["parked"] for row in await db.fetch("SELECT parked FROM tube.tube_parked")]
+            if numbers:
+                await db.execute(f"SELECT tube.tube_parked_replay('{TUBE}', ARRAY{numbers}::bigint[])")
             await trio.sleep(0.2)
         return True
     return False
 
 
-@contextmanager
-def fresh_database(server: str, name: str) -> Iterator[str]:
-    """A database with our schema, for one run."""
-    psql(server, f"CREATE DATABASE {name}")
-    url = urlunsplit(urlsplit(server)._replace(path=f"/{name}"))
-    install(url, "stream", "tube")
-    yield url
-    psql(server, f"DROP DATABASE {name} WITH (FORCE)")
+def play(seed: int, folder: Path) -> list[str]:
+    """Make the servers of a run and play it; returns what went wrong."""
+    with server_folder() as place, EmbeddedPostgres(place / "down", FAST) as down:
+        (place / "source").mkdir()
+        source = Cluster(place / "source")
+        try:
+            return trio.run(Run(seed, source, down.url, folder).play)
+        finally:
+            source.close()
 
 
 def main() -> None:
@@ -193,26 +278,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many seconds")
     options = parser.parse_args()
     began, failed, runs = time.monotonic(), [], 0
-    with server_folder() as place, EmbeddedPostgres(place, FAST) as server:
-        for seed in range(options.seed, options.seed + options.runs):
-            if time.monotonic() - began > options.seconds:
-                break
-            runs += 1
-            at = time.monotonic()
-            print(f"seed {seed}: {', '.join(map(str, make_schedule(seed)))}", flush=True)
-            folder = Path(tempfile.mkdtemp(prefix=f"replicad-tubes-{seed}-"))  # kept if the run fails
-            with fresh_database(server.url, f"seed_{seed}") as url:
-                wrong = trio.run(play, seed, url, folder)
-            for text in wrong:
-                print(f"  {text}", flush=True)
-            print(
-                f"  {'failed; logs in ' + str(folder) if wrong else 'passed'}, {time.monotonic() - at:.0f} s",
-                flush=True,
-            )
-            if wrong:
-                failed.append(seed)
-            else:
-                shutil.rmtree(folder)
+    for seed in range(options.seed, options.seed + options.runs):
+        if time.monotonic() - began > options.seconds:
+            break
+        runs += 1
+        at = time.monotonic()
+        print(f"seed {seed}: {', '.join(map(str, make_schedule(seed)))}", flush=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"replicad-tubes-{seed}-"))  # kept if the run fails
+        wrong = play(seed, folder)
+        for text in wrong:
+            print(f"  {text}", flush=True)
+        print(
+            f"  {'failed; logs in ' + str(folder) if wrong else 'passed'}, {time.monotonic() - at:.0f} s",
+            flush=True,
+        )
+        if wrong:
+            failed.append(seed)
+        else:
+            shutil.rmtree(folder)
     print(f"{runs} runs in {time.monotonic() - began:.0f} s, {len(failed)} failed {failed or ''}")
     sys.exit(bool(failed))
 

@@ -1,6 +1,7 @@
 """A worker as a process of its own, for the checker: it copies rows into `down.rows` and reports ids that another has.
 
-Arguments: the database, the worker's name, the tube, a seed, and the addresses of the daemons (host:port).
+Arguments: the source, the downstream, the worker's name, the tube, a seed, the number of the kind of keys, and the
+addresses of the daemons (host:port).
 
 An id is locked in Postgres while it is processed. A lock that another worker has is a violation, unless that worker did
 not run for a while since it began, because it was suspended or the machine is busy: a lease ends for a worker that
@@ -11,8 +12,11 @@ from __future__ import annotations
 
 import random
 import sys
+import zlib
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import trio
 
@@ -20,30 +24,35 @@ from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
+from tests.tubes.world import KEYS, WANTED
 
-URL, NAME, TUBE, SEED = sys.argv[1:5]
-ADDRESSES = [address.rpartition(":") for address in sys.argv[5:]]
+URL, DOWN, NAME, TUBE, SEED, KIND = sys.argv[1:7]
+ADDRESSES = [address.rpartition(":") for address in sys.argv[7:]]
+KEY = KEYS[int(KIND)]
+KEY_OF: Any = int if KEY.type in ("bigint", "integer") else str
 SETTINGS = WorkerSettings(
-    batch_ids=20, parallelism=3, memory=50_000, lease_ttl=3.0, poll=2.0, tries=0, backoff_first=0.05, backoff_cap=1.0,
+    batch_ids=20, parallelism=3, memory=50_000, lease_ttl=3.0, poll=2.0, tries=4, backoff_first=0.05, backoff_cap=1.0,
     garbage_settle=0.2,
 )  # fmt: skip
 TIMING = Timing(ping_interval=0.5, peer_timeout=2.0, line_timeout=10.0)
 
 BEGIN = "SELECT down.begun($1)"
-TAKE = "SELECT id FROM unnest($1::bigint[]) AS id WHERE NOT pg_try_advisory_lock(77, id::integer)"
+TAKE = "SELECT id FROM unnest($1::text[]) AS id WHERE NOT pg_try_advisory_lock(77, hashtext(id))"
 CONFLICT = "SELECT down.conflict($1, $2)"
 STOOD_STILL = "INSERT INTO down.pause VALUES ($1, clock_timestamp() - $2 * interval '1 s', clock_timestamp())"
 LATE = 0.5  # seconds that the worker did not run, from which it is recorded
-READ = "SELECT id, value FROM source WHERE id = ANY ($1::bigint[])"
+READ = f"""SELECT {KEY.column}::text AS id, value FROM source, setting
+WHERE {KEY.column} = ANY ($1::text[]::{KEY.type}[]) AND {WANTED}"""
 WRITE = """
 INSERT INTO down.rows AS r (id, value, seq, term)
-SELECT id, value, seq, $4 FROM unnest($1::bigint[], $2::integer[], $3::bigint[]) AS g (id, value, seq)
+SELECT id, value, seq, $4 FROM unnest($1::text[], $2::integer[], $3::bigint[]) AS g (id, value, seq)
 ON CONFLICT (id) DO UPDATE SET value = excluded.value, seq = excluded.seq, term = excluded.term
 WHERE r.term <= excluded.term"""
-STALE = "SELECT id FROM down.rows WHERE id % 8 = $1 AND seq < $2 AND value IS NOT NULL ORDER BY id LIMIT $3"
+STALE = "SELECT id FROM down.rows WHERE down.shard(id) = $1 AND seq < $2 AND value IS NOT NULL ORDER BY id LIMIT $3"
+POISON = "SELECT coalesce(max(share), 0) FROM down.poison"
 
 chance = random.Random(SEED)
-busy: set[int] = set()
+busy: set[str] = set()
 
 
 def connect() -> AbstractAsyncContextManager[TrioClient]:
@@ -53,13 +62,14 @@ def connect() -> AbstractAsyncContextManager[TrioClient]:
 
 
 async def main() -> None:
-    async with open_database(URL, size=SETTINGS.parallelism + 1, application_name=NAME) as db:
+    pools = partial(open_database, size=SETTINGS.parallelism + 2, application_name=NAME)
+    async with pools(URL) as source, pools(DOWN) as db:
 
         async def handle(batch: Batch) -> None:
-            await copy(db, batch)
+            await copy(source, db, batch)
 
-        async def stale_ids(shard: int, before: int, limit: int) -> list[int]:
-            return [row["id"] for row in await db.fetch(STALE, shard, before, limit)]
+        async def stale_ids(shard: int, before: int, limit: int) -> list[Any]:
+            return [KEY_OF(row["id"]) for row in await db.fetch(STALE, shard, before, limit)]
 
         async def watch() -> None:
             while True:
@@ -74,9 +84,9 @@ async def main() -> None:
             await Worker(connect, TUBE, handle, stale_ids=stale_ids, settings=settings).run()
 
 
-async def copy(db: Database, batch: Batch) -> None:
+async def copy(source: Database, db: Database, batch: Batch) -> None:
     """Copy the rows of a batch; a row that is gone leaves a NULL, so that an older term cannot write it again."""
-    ids = [touch.id for touch in batch.touches]
+    ids = [str(touch.id) for touch in batch.touches]
     async with db.connection() as connection:
         if busy & set(ids) or len(set(ids)) < len(ids):
             await connection.execute("INSERT INTO down.violation VALUES ($1)", f"{NAME} has an id twice: {ids}")
@@ -85,7 +95,10 @@ async def copy(db: Database, batch: Batch) -> None:
             await connection.execute(BEGIN, NAME)
             for row in await connection.fetch(TAKE, ids):
                 await connection.execute(CONFLICT, NAME, row["id"])
-            values = {row["id"]: row["value"] for row in await connection.fetch(READ, ids)}
+            share = await connection.fetch_value(POISON)
+            if bad := [id for id in ids if zlib.crc32(id.encode()) % 100 < share]:
+                raise ValueError(f"{len(bad)} of {len(ids)} ids are poison")
+            values = {row["id"]: row["value"] for row in await source.fetch(READ, ids)}
             await trio.sleep(chance.choice([0.0, 0.02, 0.1, 0.3]))
             seqs = [touch.seq for touch in batch.touches]
             await connection.execute(WRITE, ids, [values.get(id) for id in ids], seqs, batch.term)

@@ -22,32 +22,74 @@ TUBE = "t"
 SHARDS = 8
 IDS = 300  # ids that programs write; few, so that they meet
 
-TABLES = f"""
-CREATE TABLE items (id bigint PRIMARY KEY, value integer);
-CREATE TABLE parts (id bigint PRIMARY KEY, value integer) PARTITION BY RANGE (id);
-CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (MINVALUE) TO ({IDS + IDS // 2});
-CREATE TABLE parts_high PARTITION OF parts DEFAULT;
-CREATE VIEW source AS SELECT * FROM items UNION ALL SELECT * FROM parts;
-SELECT tube.tube_ensure_exists('{TUBE}', 4);
-SELECT tube.tube_table_ensure_attached('{TUBE}', 'items', 0, routing => '(id % {SHARDS})::integer');
-SELECT tube.tube_table_ensure_attached('{TUBE}', 'parts', 0, routing => '(id % {SHARDS})::integer');
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A kind of keys: the name and the type of the column, SQL for the key of the number `n`, and for a key's shard."""
+
+    column: str
+    type: str
+    of: str
+    routing: str
+
+    def shard_of(self, key: str) -> str:
+        """SQL for the shard of a key that is a text."""
+        return self.routing.replace(self.column, f"{key}::{self.type}")
+
+
+KEYS = (
+    Key("id", "bigint", "n", f"(id % {SHARDS})::integer"),
+    Key("film_id", "integer", "n::integer", f"film_id % {SHARDS}"),
+    Key("uid", "uuid", "md5(n::text)::uuid", f"abs(hashtext(uid::text) % {SHARDS})"),
+    Key("code", "text", "'Key '', \u00e9' || n", f"abs(hashtext(code) % {SHARDS})"),
+    Key(
+        "at", "timestamptz", "'2020-01-01Z'::timestamptz + n * interval '1.5 s'", f"abs(hashtext(at::text) % {SHARDS})"
+    ),
+)
+
+
+def tables(key: Key) -> str:
+    """SQL that makes the tables of the source, and the tube."""
+    routing = f"routing => $${key.routing}$$"
+    return f"""
+CREATE FUNCTION k(n bigint) RETURNS {key.type} LANGUAGE sql IMMUTABLE AS $$ SELECT {key.of} $$;
+CREATE TABLE items ({key.column} {key.type} PRIMARY KEY, value integer);
+CREATE TABLE parts ({key.column} {key.type} PRIMARY KEY, value integer) PARTITION BY HASH ({key.column});
+CREATE TABLE parts_low PARTITION OF parts FOR VALUES WITH (MODULUS 2, REMAINDER 0);
+CREATE TABLE parts_high PARTITION OF parts FOR VALUES WITH (MODULUS 2, REMAINDER 1);
+CREATE VIEW source AS SELECT * FROM items UNION ALL SELECT * FROM parts;
+CREATE TABLE setting AS SELECT 0 AS m;  -- rows whose value is divisible by it are not wanted; 0: all are
+SELECT tube.tube_ensure_exists('{TUBE}', 4);
+SELECT tube.tube_on_fork('{TUBE}', 'backfill');
+SELECT tube.tube_table_ensure_attached('{TUBE}', 'items', 0, {routing});
+SELECT tube.tube_table_ensure_attached('{TUBE}', 'parts', 0, {routing});
+"""
+
+
+def downstream(key: Key) -> str:
+    """SQL that makes the downstream, in another server: a fork of the source is none of it."""
+    return f"""
 CREATE SCHEMA down;
-CREATE TABLE down.rows (id bigint PRIMARY KEY, value integer, seq bigint, term bigint);
+CREATE TABLE down.rows (id text PRIMARY KEY, value integer, seq bigint, term bigint);
+CREATE FUNCTION down.shard(id text) RETURNS integer LANGUAGE sql STABLE AS $$ SELECT {key.shard_of("id")} $$;
 CREATE TABLE down.violation (text text);
+CREATE TABLE down.poison (share integer);  -- per cent of the ids that fail now
 CREATE TABLE down.pause (worker text, since timestamptz, upto timestamptz);
 CREATE TABLE down.batch (pid integer PRIMARY KEY, worker text, at timestamptz);
-CREATE TABLE down.conflict (id bigint, worker text, holder text, began timestamptz, at timestamptz);
+CREATE TABLE down.conflict (id text, worker text, holder text, began timestamptz, at timestamptz);
 CREATE FUNCTION down.begun(worker text) RETURNS void LANGUAGE sql AS $$
     INSERT INTO down.batch VALUES (pg_backend_pid(), worker, clock_timestamp())
     ON CONFLICT (pid) DO UPDATE SET worker = excluded.worker, at = excluded.at
 $$;
-CREATE FUNCTION down.conflict(worker text, id bigint) RETURNS void LANGUAGE sql AS $$
+CREATE FUNCTION down.conflict(worker text, id text) RETURNS void LANGUAGE sql AS $$
     INSERT INTO down.conflict SELECT $2, $1, b.worker, b.at, clock_timestamp()
     FROM pg_locks AS l JOIN down.batch AS b USING (pid)
-    WHERE l.locktype = 'advisory' AND l.granted AND (l.classid, l.objid) = (77, $2::oid) AND l.pid <> pg_backend_pid()
+    WHERE l.locktype = 'advisory' AND l.granted AND l.classid = 77
+        AND l.objid::bigint = hashtext($2)::bigint & 4294967295 AND l.pid <> pg_backend_pid()
 $$;
 """
+
+
 VIOLATIONS = """
 SELECT text FROM down.violation
 UNION ALL SELECT format('id %s at %s: %s has it since %s, and ran all the time', c.id, c.at, c.holder, c.began)
@@ -58,11 +100,8 @@ COUNTS = """
 SELECT (SELECT count(*) FROM down.rows) AS ids, (SELECT max(term) FROM down.rows) AS "as the last term",
     (SELECT count(*) FROM down.pause) AS "times a worker did not run", (SELECT count(*) FROM down.conflict) AS conflicts
 """
-DIFFERENT = """
-SELECT coalesce(s.id, d.id) AS id, s.value AS source, d.value AS downstream
-FROM source AS s FULL JOIN (SELECT * FROM down.rows WHERE value IS NOT NULL) AS d USING (id)
-WHERE s.value IS DISTINCT FROM d.value ORDER BY 1 LIMIT 20
-"""
+DOWNSTREAM = "SELECT id, value FROM down.rows WHERE value IS NOT NULL"
+WANTED = "(setting.m = 0 OR source.value % greatest(setting.m, 1) <> 0)"
 
 
 @dataclass(slots=True)
@@ -112,18 +151,21 @@ def free_port() -> int:
 class Writer:
     """A program that writes with transactions of all kinds, until `stop`."""
 
-    def __init__(self, db: Database, seed: int) -> None:
+    def __init__(self, db: Database, key: Key, seed: int, *, recorded: bool) -> None:
+        """`recorded`: nothing is done that no trigger sees."""
         self._db = db
+        self._key = key
+        self._recorded = recorded
         self._chance = random.Random(seed)
         self.stop = trio.Event()
         self.done = self.failed = 0
-        self.unrecorded = False  # rows were deleted without a trigger: only a backfill finds them
 
     async def run(self) -> None:
         """Write until stopped. Some transactions fail by conflicts, as they do in life."""
         kinds: list[tuple[int, Callable[[Connection], Awaitable[None]]]] = [
             (12, self._one), (4, self._several), (3, self._rolled_back), (2, self._savepoint), (2, self._long),
             (2, self._isolated), (1, self._emptied), (2, self._moved), (1, self._unrecorded), (2, self._copied),
+            (2, self._prepared),
         ]  # fmt: skip
         weights, each = zip(*kinds, strict=True)
         while not self.stop.is_set():
@@ -138,20 +180,21 @@ class Writer:
 
     def _change(self) -> str:
         table, first = self._chance.choice([("items", 1), ("parts", 1 + IDS)])
-        if table == "parts" and self._chance.random() < 0.3:
-            table, first = "parts_high", IDS + IDS // 2  # a statement on a partition itself
-        few = self._chance.choice([1, 1, 1, 3, 30])
-        ids = f"(SELECT {first} + (random() * {IDS // 2 - 1})::integer FROM generate_series(1, {few}))"
+        few, column = self._chance.choice([1, 1, 1, 3, 30]), self._key.column
+        keys = f"(SELECT k({first} + (random() * {IDS - 1})::integer) FROM generate_series(1, {few}))"
+        given = f"(SELECT DISTINCT {column} FROM unnest(ARRAY{keys}) AS {column})"
         value = self._chance.randrange(10**6)
+        on_partition = table == "parts" and self._chance.random() < 0.3  # a statement on a partition itself
+        some = "parts_high" if on_partition else table
         return self._chance.choice([
-            f"INSERT INTO {table} SELECT DISTINCT id, {value} FROM unnest(ARRAY{ids}) AS id "
-            "ON CONFLICT (id) DO UPDATE SET value = excluded.value",
-            f"INSERT INTO {table} SELECT DISTINCT id, {value} FROM unnest(ARRAY{ids}) AS id ON CONFLICT DO NOTHING",
-            f"UPDATE {table} SET value = {value} WHERE id IN {ids}",
-            f"DELETE FROM {table} WHERE id IN {ids}",
-            f"MERGE INTO {table} AS t USING (SELECT DISTINCT id FROM unnest(ARRAY{ids}) AS id) AS n ON t.id = n.id "
+            f"INSERT INTO {table} SELECT {column}, {value} FROM {given} AS n "
+            f"ON CONFLICT ({column}) DO UPDATE SET value = excluded.value",
+            f"INSERT INTO {table} SELECT {column}, {value} FROM {given} AS n ON CONFLICT DO NOTHING",
+            f"UPDATE {some} SET value = {value} WHERE {column} IN {keys}",
+            f"DELETE FROM {some} WHERE {column} IN {keys}",
+            f"MERGE INTO {table} AS t USING {given} AS n ON t.{column} = n.{column} "
             f"WHEN MATCHED AND t.value % 3 = 0 THEN DELETE WHEN MATCHED THEN UPDATE SET value = {value} "
-            f"WHEN NOT MATCHED THEN INSERT VALUES (n.id, {value})",
+            f"WHEN NOT MATCHED THEN INSERT VALUES (n.{column}, {value})",
         ])  # fmt: skip
 
     async def _one(self, connection: Connection) -> None:
@@ -197,20 +240,29 @@ class Writer:
             await connection.execute(self._change())
 
     async def _moved(self, connection: Connection) -> None:
-        """Ids change; in the partitioned table rows may go to another partition."""
+        """Keys change; in the partitioned table rows may go to another partition."""
         table, first = self._chance.choice([("items", 1), ("parts", 1 + IDS)])
-        old, new = (first + self._chance.randrange(IDS) for _ in range(2))
+        old, new = (f"k({first + self._chance.randrange(IDS)})" for _ in range(2))
+        column = self._key.column
         await connection.execute(
-            f"UPDATE {table} SET id = {new} WHERE id = {old} AND NOT EXISTS (SELECT FROM {table} WHERE id = {new})"
+            f"UPDATE {table} SET {column} = {new} WHERE {column} = {old} "
+            f"AND NOT EXISTS (SELECT FROM {table} WHERE {column} = {new})"
         )
 
+    async def _prepared(self, connection: Connection) -> None:
+        name = f"p{self._chance.randrange(10**9)}"
+        await connection.execute(f"BEGIN; {self._change()}; PREPARE TRANSACTION '{name}'")
+        await trio.sleep(self._chance.random() * 0.5)
+        await connection.execute(self._chance.choice(["COMMIT", "ROLLBACK"]) + f" PREPARED '{name}'")
+
     async def _unrecorded(self, connection: Connection) -> None:
+        if self._recorded:
+            return
         async with connection.transaction():
             await connection.execute("SET LOCAL session_replication_role = replica")
-            await connection.execute(f"DELETE FROM items WHERE id = {self._chance.randint(1, IDS)}")
-        self.unrecorded = True
+            await connection.execute(f"DELETE FROM items WHERE {self._key.column} = k({self._chance.randint(1, IDS)})")
 
     async def _copied(self, connection: Connection) -> None:
-        value = self._chance.randrange(10**6)
-        rows = [(10 * IDS + self._chance.randrange(10**9), value) for _ in range(5)]
-        await connection.copy_in("items", columns=["id", "value"], records=rows)
+        first, value = 10 * IDS + self._chance.randrange(10**8), self._chance.randrange(10**6)
+        rows = await connection.fetch(f"SELECT k(n), {value} FROM generate_series({first}, {first + 4}) AS n")
+        await connection.copy_in("items", columns=[self._key.column, "value"], records=[tuple(row) for row in rows])

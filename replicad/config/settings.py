@@ -296,13 +296,6 @@ class ServerSettings:
         more="A late row is found at or below a published position. deliver: readers are sent back to the position "
         "before the first of them; report: they are only reported.",
     )
-    record_polls: Path | None = setting(
-        None,
-        "File to record polls of positions in.",
-        PATH,
-        group="Streams",
-        more="It has what is read of sequences and locks. See `replicad streams check-polls`.",
-    )
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:

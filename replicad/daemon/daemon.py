@@ -52,7 +52,6 @@ from replicad.errors import DatabaseUnavailable, EnvironmentRefused, ReplicadErr
 from replicad.groups import leaves
 from replicad.positions.bell import Bell
 from replicad.positions.horizon import Horizon
-from replicad.positions.recording import Recorder
 from replicad.postgres import schema_text
 from replicad.postgres.embedded import DEFAULT_FOLDER, EmbeddedPostgres
 from replicad.postgres.statements import statement
@@ -193,15 +192,6 @@ class Daemon:
 
 
 @asynccontextmanager
-async def _recorder(settings: ServerSettings) -> AsyncIterator[Recorder | None]:
-    if settings.record_polls is None:
-        yield None
-        return
-    with Recorder(settings.record_polls) as recorder:
-        yield recorder
-
-
-@asynccontextmanager
 async def open_daemon(
     settings: ServerSettings,
     url: str,
@@ -221,8 +211,7 @@ async def open_daemon(
     budget = plan_connections(settings.limits, files_of(settings.listen) + over_http)
     async with (
         open_pools(url, settings.limits) as pools,
-        _recorder(settings) as recorder,
-        Horizon(pools.positions, own_backends=pools.acks.backends, recorder=recorder) as horizon,
+        Horizon(pools.positions, own_backends=pools.acks.backends) as horizon,
         AsyncExitStack() as stack,
     ):
         queues = stack.enter_context(closing(await listen(settings.listen)))  # another try can listen again

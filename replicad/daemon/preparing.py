@@ -34,10 +34,10 @@ def refuse_unusable_files(settings: ServerSettings, verbs: Verbs) -> None:
         settings.browser_keys()
     if settings.redis_ca is not None:
         trust(settings.redis_ca, "--redis-ca")
-    for option, file in (("--ready-file", settings.ready_file), ("--record-polls", settings.record_polls)):
-        if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
-            why = "may not be written to" if file.parent.is_dir() else "is no folder"
-            raise EnvironmentRefused(f"{option} {file} cannot be written: {file.parent} {why}")
+    file = settings.ready_file
+    if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
+        why = "may not be written to" if file.parent.is_dir() else "is no folder"
+        raise EnvironmentRefused(f"--ready-file {file} cannot be written: {file.parent} {why}")
 
 
 # Refuses to run as a superuser of a Postgres that is not replicad's own: what the daemon may do, its bugs may do.

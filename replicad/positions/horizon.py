@@ -22,7 +22,6 @@ import trio
 from replicad import errors, sqlstates
 from replicad.positions.lockwatch import LockWatch
 from replicad.positions.polled import LOCK_TIMEOUT, Blockers, LastValues, by_source, fetch_holders, holders_key
-from replicad.positions.recording import ALL, Recorder
 from replicad.positions.watched import (
     RESERVATION_BAND,
     Fork,
@@ -87,13 +86,9 @@ class Horizon:
         now: Callable[[], float] = trio.current_time,
         stuck_after: float = STUCK_AFTER,
         own_backends: Callable[[], Collection[Backend]] = tuple,
-        recorder: Recorder | None = None,
     ) -> None:
-        """`own_backends`: sessions that only delete from tables which are watched with `own_deletes`. `recorder`: where
-        all polls of sequences are recorded.
-        """
+        """`own_backends`: sessions that only delete from tables which are watched with `own_deletes`."""
         self._db = db
-        self._recorder = recorder
         self._own_backends = own_backends
         self._now = now
         self._stuck_after = stuck_after
@@ -150,7 +145,6 @@ class Horizon:
         watched = self._watched[name] = Watched(name, source, published, per_writer, writers, file=file)
         self._busy[name] = self._sharing.setdefault(watched.relation, {})[name] = watched
         self._inspect_at = 0.0
-        self._record_begin("watch", watched)
 
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
         """Set the writers of a stream. A holder whose application_name is the name of a writer holds back that writer
@@ -193,12 +187,9 @@ class Horizon:
             await self._inspect(connection)
         await self._blockers.look_again(connection)
         due = await self._due(connection, now)  # only checked streams; watches may begin and end while we wait
-        try:
-            await self._poll_sequences(connection, due, now)
-            await self._poll_tables(connection, due)
-            await self._flush(connection, due, now)
-        finally:
-            self._record(due)  # also readings before a step failed: the next poll may build on it
+        await self._poll_sequences(connection, due, now)
+        await self._poll_tables(connection, due)
+        await self._flush(connection, due, now)
         self._update_readings([*due, *self._busy.values()], now)
         return self._readings
 
@@ -270,7 +261,6 @@ class Horizon:
             raise
         for watched in self._watched.values():
             watched.restart()
-            self._record_begin("connection", watched)
         self._busy = dict(self._watched)
         self._blockers.forget()
         self._values.forget()
@@ -395,12 +385,10 @@ class Horizon:
             self._likely |= dict.fromkeys((w.sequence for w, _, _ in moved), now + _LIKELY)
             flushed = await self._feed(connection, moved, now)
             if any(locks.held_newly for _, locks, _ in moved):  # mostly by a short transaction, which ends meanwhile
-                self._record([w for w, _, _ in moved])
                 flushed = await self._feed(connection, moved, now)
         for watched, locks, _ in fed:
             watched.stale |= locks.waits_for_flush
             locks.flushed_upto(flushed)
-            watched.flushed = flushed
 
     async def _feed(self, connection: Connection, fed: list[_Fed], now: float) -> int:
         """Step 2; returns how far the WAL is flushed. Our own sessions are listed before it is sent; a session that
@@ -418,7 +406,6 @@ class Horizon:
             if given_out is not None:
                 one.feed(value, given_out, listed.get(holders_key(one.source), ()), now)
                 locks.flushed_upto(rows[0]["flushed"])
-                one.flushed = rows[0]["flushed"]
         return int(rows[0]["flushed"])
 
     async def _given_out(self, connection: Connection, watched: Watched, value: SequenceValue) -> int | None:
@@ -491,28 +478,7 @@ class Horizon:
         self._barrier_at = now + _BARRIER_EVERY
         for watched in waiting:
             watched.watch.all_flushed()
-            watched.flushed = ALL
             watched.stale = True
-
-    def _record_begin(self, what: str, watched: Watched) -> None:
-        if self._recorder is not None and watched.locks is not None:
-            self._recorder.begin(watched.name, what, watched.locks.position, watched.locks.per_writer)
-
-    def _record(self, all_watched: list[Watched]) -> None:
-        if self._recorder is None:
-            return
-        for watched in all_watched:
-            seen, watched.seen = watched.seen, None
-            if seen is not None and watched.locks is not None and watched.fork is None:
-                locks = watched.locks
-                self._recorder.poll(
-                    watched.name,
-                    seen,
-                    watched.flushed,
-                    writers=watched.writers,
-                    position=locks.position,
-                    per_writer=locks.per_writer,
-                )
 
 
 def _highest(rows: list[Row], column: str) -> int:

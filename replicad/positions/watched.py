@@ -14,7 +14,6 @@ from typing import Any
 from replicad import sqlstates
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.positions.lockwatch import Hold, LockWatch, TableWatch
-from replicad.positions.recording import PollRecord
 
 NO_ID = -(1 << 63)  # below all ids
 RESERVATION_BAND = 0x5200  # advisory locks whose top 16 bits lie in 0x5201..0x71FF are reservations
@@ -198,9 +197,7 @@ class Watched:
         self.strayed: str | None = None  # why its ids may be rows of another table
         self.feeds = 0  # identifies the column defaults that drew from its sequence when `strayed` was found out
         self.blocked_by: Holder | None = None
-        self.seen: PollRecord | None = None  # at the last poll that read something; for a recording
         self.stale = True  # its last `Reading` may not be true any more
-        self.flushed = 0  # how far the WAL was on disk then, or recording.ALL
         self.last_row: int | None = None  # the highest row that is there; None: to be looked up
         self.waits_for_rows = False  # it could not be looked up yet
         self._holders: dict[str, Holder] = {}
@@ -352,7 +349,6 @@ class Watched:
         if holds:
             self.last_row = None  # their rows may come without another id being taken: look again
         self.stale = True
-        self.seen = PollRecord(given_out, value.inserted, tuple(holds))
         self.locks.feed(given_out, value.inserted, holds, self.writers)
 
     def reading(self, now: float, stuck_after: float) -> Reading:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import trio
 
-from replicad.positions import recording
+from tests import recording
 from tests.conftest import PATIENCE, psql
 from tests.roles import as_daemon
 
@@ -57,16 +57,17 @@ class Server:
 
     def start(self) -> None:
         self.ready.unlink(missing_ok=True)
-        recording = self.log.with_name(f"polls{self.number}.{len(self.recordings)}")
-        recording.touch()  # it may be killed before it begins
-        self.recordings.append(recording)
+        polls = self.log.with_name(f"polls{self.number}.{len(self.recordings)}")
+        polls.touch()  # it may be killed before it begins
+        self.recordings.append(polls)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     *(
                         sys.executable,
                         "-m",
-                        "replicad",
+                        "tests.recording",
+                        str(polls),
                         "serve",
                         "--database",
                         as_daemon(self._url),
@@ -74,7 +75,6 @@ class Server:
                         "json",
                     ),
                     *("--listen", f"{self.address[0]}:{self.address[1]}", "--ready-file", str(self.ready)),
-                    *("--record-polls", str(recording)),
                     *("--wait-for-database", str(PATIENCE)),  # which may be restarted at this moment
                     *("--http", f"{self.http[0]}:{self.http[1]}", "--server-name", SERVER_NAME, *self._more),
                 ],
@@ -353,6 +353,7 @@ async def open_world(
 
 def check_recordings(server: Server) -> None:
     """Hold every position that the daemon has published against what it had read. Raises Disagreement."""
+    assert any(path.stat().st_size for path in server.recordings), "no poll was recorded"
     for path in server.recordings:
         *lines, _ = path.read_text().split("\n")  # a daemon that was killed leaves half a line
         if problems := list(recording.check(lines)):

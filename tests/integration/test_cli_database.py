@@ -309,16 +309,6 @@ def test_a_table_becomes_a_stream_and_a_table_again(run: Run, database_url: str)
     assert psql(database_url, "SELECT count(*) FROM events") == "10"
 
 
-def test_a_recording_of_polls_is_checked_and_what_was_not_safe_is_printed(run: Run, tmp_path: Path) -> None:
-    polls = tmp_path / "polls"
-    values = {"stream": "s", "inserted": 1, "flushed": 1, "holders": [], "writers": [], "per_writer": {}}
-    polls.write_text("".join(json.dumps({**values, "last_value": 5, "position": at}) + "\n" for at in (4, 5)))
-    run("streams", "check-polls", str(polls))
-    with polls.open("a") as file:
-        file.write(json.dumps({**values, "last_value": 6, "position": 7}) + "\n")
-    assert "1 line breaks a rule" in run("streams", "check-polls", str(polls), status=7)
-
-
 def test_streams_that_cannot_be_are_refused_with_the_remedy(run: Run, database_url: str) -> None:
     psql(
         database_url,

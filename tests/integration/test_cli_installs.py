@@ -31,7 +31,6 @@ NO_DATABASE = {
     "sql up": "",
     "sql down": "",
     "sql roles": "",
-    "streams check-polls": "/dev/null",
     "access check": "/dev/null",
     "access browser-token": "visitor orders --key /dev/null",
     "access test": "billing read orders --access-file /dev/null",

@@ -121,7 +121,6 @@ CLIENTS = (
 MISSING = [
     *((*SERVE, option) for option in ("--config", "--token-file", "--access-file", "--tls-cert")),
     (*SERVE, "--ready-file"),
-    (*SERVE, "--record-polls"),
     (*SERVE, "--redis", "rediss://127.0.0.1:1/0", "--redis-ca"),
     *((*client, option) for client in CLIENTS for option in ("--token-file", "--tls-ca")),
     *((*client, "--tls-ca", "system", "--tls-client-cert") for client in CLIENTS),

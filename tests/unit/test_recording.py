@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicad.positions import recording
 from replicad.positions.lockwatch import Hold, LockWatch
-from replicad.positions.recording import PollRecord, Recorder
+from tests import recording
 from tests.lengths import examples
+from tests.recording import PollRecord, Recorder
 from tests.unit.test_lockwatch import Poller, Violation, World, run
 
 
@@ -99,20 +98,5 @@ def test_what_was_not_safe_is_found(mistake: Callable[[LockWatch], None], tmp_pa
     pytest.fail("the checker has found no mistake")
 
 
-def test_a_recording_is_bounded_and_a_line_that_is_none_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "polls"
-    with Recorder(path, max_bytes=1000) as recorder:
-        for number in range(100):
-            recorder.poll("s", PollRecord(number, number, ()), number, writers=(), position=number, per_writer={})
-    lines = path.read_text().splitlines()
-    assert 0 < sum(len(line) + 1 for line in lines) <= 1000
-    assert json.loads(lines[-1])["position"] == len(lines) - 1
+def test_a_line_that_is_none_of_a_recording_is_named() -> None:
     assert list(recording.check(["nonsense\n"])) == ["line 1 is not of a recording"]
-
-
-def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    for polls in (1, 10_000):  # what fails is the close, or a write
-        with Recorder(Path("/dev/full")) as recorder:
-            for number in range(polls):
-                recorder.poll("s", PollRecord(number, number, ()), number, writers=(), position=number, per_writer={})
-    assert caplog.text.count("recording_ended") == 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import click
 
 from replicad.config.declaring import BYTES, SECONDS, WHOLE, one_of
 from replicad.daemon.state_columns import StateView
-from replicad.errors import StreamError, UsageError
+from replicad.errors import UsageError
 from replicad.streams.cli import writers as stream_writers
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
@@ -340,26 +339,6 @@ def show(name: str, as_json: bool, **options: Any) -> None:
         echo(f"{'' if number else 'generations':<16}{began}")
     if len(generations) > _GENERATIONS:
         echo(f"{'':<16}and {len(generations) - _GENERATIONS:,} before; --json shows all")
-
-
-@command.command("check-polls")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def check_polls(file: Path) -> None:
-    """Check the recording FILE of `replicad serve --record-polls FILE`.
-
-    Each published position is compared with the readings before it: the last value of the sequence, the holders of
-    locks, and how far the WAL was on disk (docs/positions.md). Prints each broken rule; exits with 7 then.
-    """
-    from replicad.positions import recording
-
-    problems = 0
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for problem in recording.check(lines):
-            problems += 1
-            echo(problem)
-    if problems:
-        raise StreamError(f"{problems} line{'s break' if problems > 1 else ' breaks'} a rule; see above")
-    say("every published position was safe")
 
 
 @command.command("remove")

@@ -1,7 +1,9 @@
-"""A recording of polls (`replicad serve --record-polls FILE`), and a checker that replays it.
+"""A recording of the polls of a daemon, and a checker that replays it.
 
-The checker compares the published positions with the rules of docs/positions.md. It does not use `lockwatch`, so a
-mistake there is not made here again. The stress tests use it.
+    python -m tests.recording FILE serve ...
+
+runs the program `replicad` and records in FILE what each poll reads and publishes. The checker compares the published
+positions with the rules of docs/positions.md. It does not use `lockwatch`, so a mistake there is not made here again.
 
 A recording has one JSON object on each line:
 
@@ -17,20 +19,21 @@ A recording has one JSON object on each line:
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
-from replicad.errors import UsageError
-from replicad.eventlog import get_logger
-from replicad.positions.lockwatch import Hold
+from replicad.cli import main
+from replicad.daemon import daemon
+from replicad.positions.horizon import Horizon
+from replicad.positions.lockwatch import Hold, LockWatch
+from replicad.positions.watched import Watched
+from replicad.postgres.bridge import Connection
 
-MAX_BYTES = 1 << 30  # of a recording; then it ends, and the daemon goes on
 ALL = -1  # the WAL was flushed beyond all that was read
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +46,17 @@ class PollRecord:
 
 
 class Recorder:
-    """Writes a recording. A context manager. If the disk fails, or the file is full, it logs that and stops."""
+    """Writes a recording. A context manager."""
 
-    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
-        """Raises UsageError where the file cannot be written."""
-        try:
-            self._file: IO[str] | None = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--record-polls {path} cannot be written: {error.strerror}") from error
-        self._left = max_bytes
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)  # a line at a time: the process may be killed
         self._last: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        file, self._file = self._file, None
-        try:
-            file and file.close()  # writes the buffer
-        except OSError as error:
-            log.warning("recording_ended", reason=str(error))
+        self._file.close()
 
     def begin(self, stream: str, what: str, position: int | None, per_writer: Mapping[str, int]) -> None:
         """A watch begins (`watch`), or goes on over a new connection (`connection`)."""
@@ -93,26 +87,82 @@ class Recorder:
         )
 
     def _write(self, stream: str, values: dict[str, Any]) -> None:
-        if self._file is None:
-            return
         line = json.dumps({"stream": stream, **values}) + "\n"
-        if self._last.get(stream) == line:
-            return
-        self._last[stream] = line
-        self._left -= len(line)
-        if self._left < 0:
-            self._end("the file is full")
-            return
-        try:
+        if self._last.get(stream) != line:
+            self._last[stream] = line
             self._file.write(line)
-        except OSError as error:
-            self._end(str(error))
 
-    def _end(self, reason: str) -> None:
-        log.warning("recording_ended", reason=reason)
-        file, self._file = self._file, None
-        with suppress(OSError):
-            file and file.close()
+
+class RecordedWatch(LockWatch):
+    """A `LockWatch` that remembers what it was fed, until that is recorded."""
+
+    seen: PollRecord | None = None
+    flushed = 0  # how far the WAL was on disk then
+
+    def feed(self, last_value: int, inserted: int, holds: Iterable[Hold], writers: Collection[str] = ()) -> None:
+        holds = tuple(holds)
+        self.seen = PollRecord(last_value, inserted, holds)
+        super().feed(last_value, inserted, holds, writers)
+
+    def flushed_upto(self, flushed: int) -> None:
+        super().flushed_upto(flushed)
+        self.flushed = flushed
+
+    def all_flushed(self) -> None:
+        super().all_flushed()
+        self.flushed = ALL
+
+
+class RecordedHorizon(Horizon):
+    """A `Horizon` that records all polls of sequences."""
+
+    def __init__(self, *args: Any, recorder: Recorder, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._recorder = recorder
+
+    def watch(self, name: str, *args: Any, **named: Any) -> None:
+        super().watch(name, *args, **named)
+        watched = self._watched[name]
+        if watched.locks is not None:
+            watched.locks = RecordedWatch(watched.locks.position, watched.locks.per_writer)
+            self._record_begin("watch", watched)
+
+    async def _pinned(self) -> Connection:
+        before = self._connection
+        connection = await super()._pinned()
+        if connection is not before:
+            for watched in self._watched.values():
+                self._record_begin("connection", watched)
+        return connection
+
+    async def _poll_on(self, connection: Connection) -> Any:
+        try:
+            return await super()._poll_on(connection)
+        finally:
+            self._record()  # also readings before a step failed: the next poll may build on it
+
+    async def _feed(self, *args: Any) -> int:
+        self._record()  # a poll may read twice
+        return await super()._feed(*args)
+
+    def _record_begin(self, what: str, watched: Watched) -> None:
+        if watched.locks is not None:
+            self._recorder.begin(watched.name, what, watched.locks.position, watched.locks.per_writer)
+
+    def _record(self) -> None:
+        for watched in self._watched.values():
+            locks = watched.locks
+            if isinstance(locks, RecordedWatch) and locks.seen is not None:
+                seen, locks.seen = locks.seen, None
+                if watched.fork is None:
+                    self._recorder.poll(
+                        watched.name,
+                        seen,
+                        locks.flushed,
+                        writers=watched.writers,
+                        position=locks.position,
+                        per_writer=locks.per_writer,
+                    )
 
 
 @dataclass(slots=True)
@@ -212,3 +262,15 @@ def _allowed(stream: _CheckedStream, held: Iterable[_RecordedHold]) -> int | Non
 def _why(stream: _CheckedStream) -> str:
     held = ", ".join(f"{key} above {one.bound}" for key, one in sorted(stream.held.items()))
     return f"last value {stream.last_value}, on disk {stream.durable}, held by {held or 'no transaction'}"
+
+
+def _main(path: str, *arguments: str) -> None:
+
+    sys.argv = ["replicad", *arguments]
+    with Recorder(Path(path)) as recorder:
+        daemon.Horizon = partial(RecordedHorizon, recorder=recorder)  # type: ignore[assignment, misc]
+        main(arguments)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -21,21 +21,23 @@ from replicad.errors import RemoteProtocolError
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.columns import schema
 from replicad.tubes.commands import Part
+from replicad.tubes.keys import BIGINT
 
 TARGET_BYTES = 1 << 20  # of lines in one RecordBatch: parsing takes longer than the call, and memory stays small
 _MAX_BYTES = (1 << 31) - 1  # the most that one block of pyarrow.json may have
 _PAYLOAD_KEY = re.compile(rb',\s*"payload"\s*:')  # no value before the payload can contain it
-_PARSED = schema(payload=False)
-_LIST = _PARSED.field("ids").type
 
 
 @dataclass(frozen=True, slots=True)
 class PodReader:
-    """Converts the lines of one answer to PODS into batches. `tube` and `part`: from the request."""
+    """Converts the lines of one answer to PODS into batches. `tube` and `part`: from the request. `keys`: the kind of
+    the ids (tubes/keys.py).
+    """
 
     tube: str
     part: Part
     payload: bool
+    keys: str = BIGINT
 
     def batches(self, chunks: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
         """RecordBatches of about `TARGET_BYTES` of lines each, in order. A chunk holds whole lines.
@@ -63,18 +65,19 @@ class PodReader:
             rows = lines.replace(head, b'{"_":').replace(b' {"seq":', b',"seq":')
         else:
             rows, payloads = _line_by_line(lines, head)
-        table = _parse(rows)
+        parsed = schema(payload=False, keys=self.keys)
+        table = _parse(rows, parsed)
         if table.num_rows != count:
             raise RemoteProtocolError(f"{count} lines of tube {self.tube} held {table.num_rows} pods")
-        columns = [_one_chunk(table.column(field.name)) for field in _PARSED if field.name != "ts"]
-        columns[3] = columns[3].cast(_LIST)
+        columns = [_one_chunk(table.column(field.name)) for field in parsed if field.name != "ts"]
+        columns[3] = columns[3].cast(parsed.field("ids").type)
         if self.payload:
             columns.append(pa.array(payloads or [None] * count, pa.string()))
         columns.append(_one_chunk(table.column("ts")))
-        return pa.RecordBatch.from_arrays(columns, schema=schema(payload=self.payload))
+        return pa.RecordBatch.from_arrays(columns, schema=schema(payload=self.payload, keys=self.keys))
 
 
-def block_batch(block: PodBlock, *, payload: bool) -> pa.RecordBatch:
+def block_batch(block: PodBlock, *, payload: bool, keys: str = BIGINT) -> pa.RecordBatch:
     """The RecordBatch in a block of pods. It shares the block's memory.
 
     Raises:
@@ -86,22 +89,22 @@ def block_batch(block: PodBlock, *, payload: bool) -> pa.RecordBatch:
         batch.validate()
     except (pa.ArrowInvalid, OSError, StopIteration) as error:
         raise RemoteProtocolError(f"a block of pods is not Arrow IPC: {str(error)[:300]}") from error
-    if batch.schema != schema(payload=payload) or batch.num_rows != block.pods:
+    if batch.schema != schema(payload=payload, keys=keys) or batch.num_rows != block.pods:
         raise RemoteProtocolError(
             f"a block of {block.pods} pods has {batch.num_rows} rows of {str(batch.schema)[:300]!r}; "
-            f"expected the columns {', '.join(schema(payload=payload).names)}"
+            f"expected the columns {', '.join(schema(payload=payload).names)}, with ids of kind {keys}"
         )
     return batch
 
 
-def _parse(rows: bytes) -> pa.Table:
+def _parse(rows: bytes, parsed: pa.Schema) -> pa.Table:
     if len(rows) > _MAX_BYTES:
         raise RemoteProtocolError(f"{len(rows)} bytes of pods in one piece; at most {_MAX_BYTES} can be read")
     try:
         return pj.read_json(
             pa.BufferReader(rows),
             read_options=pj.ReadOptions(use_threads=False, block_size=len(rows) + 1),
-            parse_options=pj.ParseOptions(explicit_schema=_PARSED, unexpected_field_behavior="ignore"),
+            parse_options=pj.ParseOptions(explicit_schema=parsed, unexpected_field_behavior="ignore"),
         )
     except pa.ArrowInvalid as error:
         raise RemoteProtocolError(f"a pod is not JSON of the expected form: {str(error)[:300]}") from error

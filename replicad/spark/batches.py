@@ -30,6 +30,7 @@ from replicad.spark.reports import BatchReport, PipelineResult, StepResult
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.touches import Control, Touches, collect
 from replicad.tubes.columns import schema as pods_schema
+from replicad.tubes.keys import BIGINT, TEXT
 
 Batches = Iterator[pa.RecordBatch]
 
@@ -362,7 +363,8 @@ class _Garbage:
 def _touch(spark: SparkSession, control: Control, ids: pa.Array) -> DataFrame:
     """A pod of operation G, as the source would return it, in one partition: one task writes a shard here too."""
     row = {"seq": control.seq, "op": "G", "shard": control.shard, "ids": ids.to_pylist(), "payload": None, "ts": None}
-    return spark.createDataFrame(pa.Table.from_pylist([row], schema=pods_schema(payload=True))).coalesce(1)
+    keys = TEXT if pa.types.is_string(ids.type) else BIGINT
+    return spark.createDataFrame(pa.Table.from_pylist([row], schema=pods_schema(payload=True, keys=keys))).coalesce(1)
 
 
 def transform_changes(

@@ -29,11 +29,11 @@ from replicad.errors import (
 )
 from replicad.spark.database import PATIENCE, patiently
 from replicad.spark.tables import ADDED, UNHELD, Layout
-from replicad.spark.touches import TOUCH_SCHEMA, chunks_by_shard
+from replicad.spark.touches import chunks_by_shard, touch_schema
 from replicad.sqlstates import NO_RIGHT, NO_TABLE, WRONG_QUERY, means
 
 CHUNK = 10_000  # ids in one query; larger queries are not faster and hold more rows in memory
-NOTHING = "SELECT WHERE $1::bigint[] IS NULL"  # for the proof alone, with the parameters of a look-up
+NOTHING = "SELECT WHERE $1::{ids}[] IS NULL"  # for the proof alone, with the parameters of a look-up
 _TRIED = 20  # tables that are tried to find out whether any can be read
 KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
 _THERE, _STANDBY, _HIDES, _SEEN = "_there", "_standby", "_hides", "_seen"
@@ -101,7 +101,7 @@ class Enricher:
         found = {}
         for shard in shards:
             try:
-                self._look_up(shard, TOUCH_SCHEMA.empty_table())
+                self._look_up(shard, touch_schema(self.layout.ids).empty_table())
             except TableUnreadable as error:
                 found[shard] = str(error)
         return found
@@ -114,10 +114,10 @@ class Enricher:
             RowsUnproven: it is a standby, or the session does not keep its settings.
             DatabaseError: it cannot be used.
         """
-        no_ids = pa.array([], pa.int64())
+        no_ids, no_seqs = pa.array([], self.layout.ids), pa.array([], pa.int64())
         for url in dict.fromkeys([source.rule.database or self.url for source in self.layout.sources]):
             try:
-                self._fetch(url, NOTHING, no_ids, no_ids)
+                self._fetch(url, self._nothing, no_ids, no_seqs)
             except DatabaseError as error:
                 if means(error.sqlstate, NO_TABLE):
                     raise UsageError(
@@ -130,6 +130,10 @@ class Enricher:
                         f"deleted: {error}; run: GRANT SELECT ON {self.pods} TO role; and GRANT USAGE on its schema"
                     ) from error
                 raise
+
+    @property
+    def _nothing(self) -> str:
+        return NOTHING.format(ids="text" if pa.types.is_string(self.layout.ids) else "bigint")
 
     def reads_any(self, *, except_for: Collection[int]) -> bool:
         """Whether the table of any other shard can be read."""
@@ -152,7 +156,7 @@ class Enricher:
             if shard not in self.purged or not means(error.sqlstate, NO_TABLE):
                 text = f"the table of shard {shard} cannot be read: {error}"
                 raise TableUnreadable(text, sqlstate=error.sqlstate) from error
-            self._fetch(database or self.url, NOTHING, ids, seqs)
+            self._fetch(database or self.url, self._nothing, ids, seqs)
             found = self.layout.schema.empty_table()
         if ADDED in found.column_names and found.num_rows and (names := found.column(ADDED)[0].as_py()):
             raise ColumnsChanged(f"the table of shard {shard} has new columns: {names}")
@@ -172,8 +176,8 @@ class Enricher:
         """The rows, with the proof that the statement has seen all of them."""
         proof = _PROOF.format(pods=self.pods)
         statement = _WITH_PROOF.format(proof=proof, there=_THERE, query=query)
-        lists = pa.list_(pa.int64())
-        parameters = pa.record_batch([pa.array([ids], lists), pa.array([seqs], lists)], names=["ids", "seqs"])
+        lists = [pa.array([of], pa.list_(of.type)) for of in (ids, seqs)]
+        parameters = pa.record_batch(lists, names=["ids", "seqs"])
 
         def work(driver: Any) -> pa.Table:
             with driver.cursor() as cursor:

@@ -25,6 +25,7 @@ from replicad.errors import (
     LeaseHeld,
     LeaseLost,
     ReplicadError,
+    UsageError,
 )
 from replicad.protocol.tokens import Cursor
 from replicad.spark.options import SourceOptions, endpoint_of, retries_of
@@ -88,6 +89,7 @@ class TubeHold:
         """
         partitions, made = self._look()
         if self.made is None:
+            self._check_keys()
             self.made = made
         return partitions
 
@@ -123,6 +125,15 @@ class TubeHold:
     def _check_generation(self) -> None:
         if self._entered not in (None, self.generation):
             raise LeaseForked(f"{LeaseForked.FORKED}: cursors of tube {self.tube} are of an earlier generation")
+
+    def _check_keys(self) -> None:
+        """Raise UsageError if the tube has ids of another kind than the query expects."""
+        found, expected = self._with_retries(lambda client: client.tube_keys(self.tube)), self._options.keys
+        if found != expected:
+            raise UsageError(
+                f"tube {self.tube} has ids of kind {found}, and the query expects {expected}: set the option "
+                f'keys={found} (in the file of a pipeline: keys = "{found}" in [source])'
+            )
 
     def _look(self) -> tuple[int, int | None]:
         return self._with_retries(lambda client: client.tube_made(self.tube))

@@ -31,6 +31,7 @@ from replicad.errors import BadToken, UsageError
 from replicad.protocol.tokens import Vector
 from replicad.retry import Backoff, Retries
 from replicad.tubes.commands import ENCODINGS
+from replicad.tubes.keys import BIGINT, KINDS
 
 EARLIEST, LATEST = "earliest", "latest"
 AUTO = "auto"
@@ -193,6 +194,9 @@ class SourceOptions:
         "how long to wait for a tube that another query holds; default: until the lease of a crashed query expires",
         0,
         30 * 86400,
+    )
+    keys: str = _option(
+        "keys", one_of(*KINDS), BIGINT, Use.TUBE, "kind of the tube's ids; text if it has keys that are not one integer"
     )
     include_payload: bool = _option("includePayload", FLAG, False, Use.TUBE, "add the column payload (JSON text)")
     encoding: str = _option(

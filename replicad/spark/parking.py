@@ -102,7 +102,7 @@ def _waiting(client: BlockingClient, options: SourceOptions, part: Part, term: i
     assert options.tube is not None
     limit = min(2 * options.max_pods, MOST_PODS)
     chunks = client.pod_chunks(options.tube, part, term, START, limit=limit)
-    return PodReader(options.tube, part, payload=True).batches(chunks)
+    return PodReader(options.tube, part, payload=True, keys=options.keys).batches(chunks)
 
 
 def _search(
@@ -126,7 +126,8 @@ def _search(
                 if unheld > MOST_UNHELD:
                     raise ValueUnheld(f"more than {MOST_UNHELD} rows cannot be carried, for example {error}") from error
                 found += [RefusedIds(shard, pa.array([id_]), why, surely=True) for id_, why in error.reasons.items()]
-                others = pc.invert(pc.is_in(piece.column("id"), value_set=pa.array(list(error.reasons), pa.int64())))
+                unheld_ids = pa.array(list(error.reasons), piece.schema.field("id").type)
+                others = pc.invert(pc.is_in(piece.column("id"), value_set=unheld_ids))
                 todo.append(piece.filter(others))
             except (DatabaseError, RowRefused) as error:
                 state = getattr(error, "sqlstate", None)

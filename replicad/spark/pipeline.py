@@ -129,7 +129,16 @@ def make_enricher(config: PipelineConfig, known: Known | None = None) -> Enriche
     layout = find_layout(
         config.database,
         config.rules,
-        WantedColumns(config.id_column, columns, config.reading, of_columns, config.renamed, following),
+        WantedColumns(
+            config.id_name,
+            columns,
+            config.reading,
+            of_columns,
+            config.renamed,
+            following,
+            keys=config.source.keys,
+            key=config.key if len(config.key) > 1 else (),
+        ),
     )
     _check_changes(config, known, layout.known)
     for source in layout.sources:
@@ -185,7 +194,7 @@ def shape_of(config: PipelineConfig, spark: SparkSession, enricher: Enricher, kn
         types = {name: type for name, type in types.items() if ColumnType.parse(type).name != "numeric"}
     return Shape(
         schema,
-        config.id_column,
+        config.id_name,
         types,
         added=frozenset(now.columns).difference(known.columns) if known.columns else frozenset(),
         widened=known.widened(now.types),
@@ -206,11 +215,12 @@ def _after_transform(
     if not isinstance(after, DataFrame):
         raise UsageError(f"transform: it returned {type(after).__name__}, not a DataFrame")
     found = {field.name: field.type for field in to_arrow_schema(after.schema, timezone="UTC")}
-    for name, kind in ((config.id_column, pa.int64()), *zip(KEYS.names, KEYS.types, strict=True)):
+    ids = enricher.layout.ids
+    for name, kind in ((config.id_name, ids), *zip(KEYS.names, KEYS.types, strict=True)):
         if found.get(name) != kind:
             state = f"is {found[name]}" if name in found else "is missing"
             raise UsageError(f"transform: it must keep the column {name} ({kind}), which {state} in its result")
-    ours = {config.id_column: pa.int64()}
+    ours = {config.id_name: ids}
     ours.update({name: kind for name, kind in found.items() if name not in KEYS.names})
     before = dict(zip(enricher.schema.names, enricher.schema.types, strict=True))
     types = {name: type for name, type in enricher.layout.types.items() if ours.get(name) == before[name]}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 IDS_OF_TASK = 200_000  # of which the rows are loaded in one task, unless `maxIdsPerTask` is given: some 100 MB
 AVAILABLE_NOW = "available_now"
 ALL_COLUMNS = "*"
+KEY = "key"  # the column downstream with the ids of a key of several columns
 
 
 def _interval(text: str) -> str | float:
@@ -81,7 +82,7 @@ ENRICH = (
         None,
         "tables for sets of shards, with `shards`, `table` and perhaps `database`; the first with the shard counts",
     ),
-    Key("id", TEXT, "id", "column with the ids that the tube has"),
+    Key("id", TEXT, "id", "column that is the key of the tables; several with commas: `actor_id,film_id`"),
     Key("columns", _COLUMNS, ALL_COLUMNS, "columns that go downstream, or `*` for all; the id is always among them"),
     Key(
         "numeric",
@@ -148,7 +149,8 @@ class PipelineConfig:
 
     `table` is the table of a shard, e.g. `shard_{shard:04d}.cities`, or a list of rules for sets of shards.
     `checkpoint` is a path, or a URI that Spark's Hadoop reads.
-    `columns` are the columns that the downstream gets, `*` for all; `id_column` is always among them.
+    `columns` are the columns that the downstream gets, `*` for all; `id_column` is always among them. Several columns
+    of a key are given with commas; the downstream gets their ids in the column `key` (see `id_name`).
     `trigger` is `available_now` (end when all pods that were there at the start have been read) or an interval in
     seconds, 0 for as soon as pods arrive.
     `options` are further options of the source by their Spark names, e.g. `{"maxPodsPerTrigger": "5000"}`.
@@ -216,6 +218,16 @@ class PipelineConfig:
     def rules(self) -> tuple[TableRule, ...]:
         """The rules that map shards to tables. The first rule that has a shard is used."""
         return (TableRule(self.table),) if isinstance(self.table, str) else tuple(self.table)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The columns of the tables' key."""
+        return tuple(name.strip() for name in self.id_column.split(","))
+
+    @property
+    def id_name(self) -> str:
+        """The name of the column downstream that has the ids."""
+        return self.id_column if len(self.key) == 1 else KEY
 
     @property
     def reading(self) -> ColumnForms:

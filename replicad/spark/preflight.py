@@ -304,7 +304,7 @@ def _schedule_backfill(config: PipelineConfig) -> None:
 
         def work(driver: Any) -> int:
             with driver.cursor() as cursor:
-                cursor.execute(call, (config.tube, config.id_column, first, last))
+                cursor.execute(call, (config.tube, config.key[0], first, last))
                 return int(cursor.fetchone()[0])
 
         shards += patiently(url, work, patience=10)

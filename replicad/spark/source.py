@@ -13,6 +13,7 @@ from pyspark.sql.types import StructType
 
 from replicad.errors import UsageError
 from replicad.spark.options import SourceOptions, parse_options
+from replicad.tubes.keys import TEXT
 
 POD_COLUMNS = "seq bigint, op string, shard int, ids array<bigint>, ts timestamp"
 POD_COLUMNS_PAYLOAD = "seq bigint, op string, shard int, ids array<bigint>, payload string, ts timestamp"
@@ -44,7 +45,8 @@ class ReplicadDataSource(DataSource):  # type: ignore[misc]
         """The columns of the rows as DDL."""
         if self._parsed.stream is not None:
             return STREAM_COLUMNS
-        return POD_COLUMNS_PAYLOAD if self._parsed.include_payload else POD_COLUMNS
+        columns = POD_COLUMNS_PAYLOAD if self._parsed.include_payload else POD_COLUMNS
+        return columns.replace("array<bigint>", "array<string>") if self._parsed.keys == TEXT else columns
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """The reader of a streaming query."""

@@ -30,6 +30,7 @@ from replicad.errors import UsageError
 from replicad.spark.checkpoint import Checkpoint
 from replicad.spark.columns import Column, ColumnForms, ColumnType, read_types
 from replicad.spark.database import literal, patiently, quote
+from replicad.tubes.keys import BIGINT
 from replicad.tubes.shards import ALL_SHARDS, ShardSet
 
 FOLLOW, STOP, IGNORE = "follow", "stop", "ignore"
@@ -181,13 +182,14 @@ _EXAMPLE = "`shard_{shard:04d}.cities`, where {shard} is the number of the shard
 
 @dataclass(frozen=True, slots=True)
 class TableForm:
-    """How to read the tables of some shards: their columns by the names that they have downstream, and their id column.
+    """How to read the tables of some shards: their columns by the names that they have downstream, and `found`, SQL for
+    whether the id of a row is in `$1`.
 
     A column of the layout that is not in `columns` is NULL. `known` are the names of all columns that the tables have;
     empty: it does not matter whether one gets another.
     """
 
-    id: str
+    found: str
     columns: Mapping[str, Column]
     known: frozenset[str] = frozenset()
 
@@ -200,7 +202,7 @@ class TableForm:
         if self.known:
             chosen[ADDED] = new_columns(table, self.known)
         columns = ", ".join(f"{text} AS {quote(name)}" for name, text in chosen.items())
-        return f"SELECT {columns} FROM {table} WHERE {quote(self.id)} = ANY($1)"
+        return f"SELECT {columns} FROM {table} WHERE {self.found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,11 @@ class Layout:
     types: Mapping[str, str] = field(default_factory=dict)
     known: Known = field(default_factory=Known)
 
+    @property
+    def ids(self) -> pa.DataType:
+        """The type of the ids: int64, or string (tubes/keys.py)."""
+        return self.schema.field(self.id).type
+
     def query(self, shard: int) -> tuple[str | None, str] | None:
         """The database of a shard (see `TableRule.database`), and SQL that selects the rows with the ids in `$1`.
 
@@ -262,6 +269,9 @@ WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND n.nspname !~ '^pg_' AND n.nspna
 class WantedColumns:
     """What a pipeline wants of its tables: the id column, and `columns` (None: all of any table).
 
+    `keys` is the kind of the tube's ids (tubes/keys.py). `key` has the columns of a key of several columns; `id` is
+    then the name of its text downstream. Empty: the column `id` is the key.
+
     `reading` has the rules for values. `known` is what the checkpoint knows of the columns. `renamed` has the new names
     of columns that are being renamed in the tables, by the names that they keep downstream. `following`: a column that
     a table gets later must be noticed.
@@ -273,6 +283,13 @@ class WantedColumns:
     known: Known = field(default_factory=Known)
     renamed: Mapping[str, str] = field(default_factory=dict)
     following: bool = False
+    keys: str = BIGINT
+    key: tuple[str, ...] = ()
+
+    @property
+    def key_columns(self) -> tuple[str, ...]:
+        """The columns of the key, by the names that they have downstream."""
+        return self.key or (self.id,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +315,15 @@ def find_layout(url: str, rules: Sequence[TableRule], wanted: WantedColumns) -> 
     before = [name for name in wanted.known.columns if name in there]  # columns keep their places downstream
     order = list(dict.fromkeys([wanted.id, *before, *(there if wanted.columns is None else wanted.columns)]))
     by_rule = [(rule, found) for rule, _, found in looked]
-    widest = {name: _widest(name, by_rule, wanted.reading, wanted.known.types.get(name)) for name in order}
-    schema = pa.schema([(name, pa.int64() if name == wanted.id else widest[name][1].kind) for name in order])
+    if wanted.key and wanted.id in there:
+        raise UsageError(
+            f"the tables have a column {wanted.id!r}, which is the name of their key downstream; rename it in a view"
+        )
+    widest = {
+        name: _widest(name, by_rule, wanted.reading, wanted.known.types.get(name)) for name in order if name in there
+    }
+    ids = pa.int64() if wanted.keys == BIGINT else pa.string()
+    schema = pa.schema([(name, ids if name == wanted.id else widest[name][1].kind) for name in order])
     sources, whole = [], set(wanted.known.whole)
     for rule, first, found in looked:
         strict = wanted.known.whole if wanted.known.columns else first | set(wanted.columns or ())
@@ -325,7 +349,7 @@ def _look(url: str, rule: TableRule, wanted: WantedColumns) -> tuple[TableRule, 
     for alike in patiently(url, functools.partial(survey_tables, tables=tables), patience=10):
         types = patiently(url, functools.partial(read_types, table=alike[0]), patience=10)
         names = _named(types, wanted.renamed)
-        _check_id(types, names, wanted.id, alike[0])
+        _check_key(types, names, wanted, alike[0])
         found.append(_Form(alike, names, types))
     return rule, frozenset(found[0].names) if found else frozenset(), found
 
@@ -433,23 +457,51 @@ def _source(  # noqa: PLR0917 - all of it is known to the caller alone
         names = {name: form.names.get(name, name) for name in order if name in form.names or name in must}
         columns = {name: wanted.reading.column(in_table, types[name]) for name, in_table in names.items()}
         known = frozenset(form.types) | set(names.values()) if wanted.following else frozenset()
-        return TableForm(names[wanted.id], columns, known)
+        if wanted.keys == BIGINT:
+            return TableForm(f"{quote(names[wanted.id])} = ANY($1)", columns, known)
+        key = [form.names.get(name, name) for name in wanted.key_columns]
+        text = Column(_key_text(key), pa.string(), None)
+        return TableForm(_key_found(key, form.types or every), {wanted.id: text, **_without(columns, wanted.id)}, known)
 
     whole = read(_Form((), of_rule, every))
     others = {}
     for form in forms:
         made = read(form)
-        if (made.id, made.columns, made.known) != (whole.id, whole.columns, whole.known):
+        if (made.found, made.columns, made.known) != (whole.found, whole.columns, whole.known):
             others.update({shard: made for shard in map(rule.shard_of, form.tables) if shard is not None})
     examples = [shard for form in forms if (shard := rule.shard_of(form.tables[0])) is not None]
     return ShardTable(rule, whole, others, tuple(examples))
 
 
-def _check_id(types: Mapping[str, str], names: Mapping[str, str], id_column: str, table: str) -> None:
-    if id_column not in names:
-        raise UsageError(f"table {table} has no column {id_column!r}; its columns are {', '.join(types)}")
-    if not pa.types.is_integer(ColumnForms().column(id_column, types[names[id_column]]).kind):
-        raise UsageError(f"column {id_column} of {table} is not an integer; ids of a tube are bigint")
+def _without(columns: Mapping[str, Column], name: str) -> dict[str, Column]:
+    return {other: column for other, column in columns.items() if other != name}
+
+
+def _key_text(key: Sequence[str]) -> str:
+    """SQL for the id of a row in a tube with ids of kind text, as `tube_key_sql` of tubes/sql/keys.sql."""
+    texts = [f"{quote(name)}::text" for name in key]
+    return texts[0] if len(texts) == 1 else f"json_build_array({', '.join(texts)})::text"
+
+
+def _key_found(key: Sequence[str], types: Mapping[str, str]) -> str:
+    """SQL for whether the id of a row is in `$1`, an array of text; an index on the columns of the key serves it."""
+    if len(key) == 1:
+        return f"{quote(key[0])} = ANY($1::text[]::{types[key[0]]}[])"
+    values = ", ".join(f"(given_key::json ->> {number})::{types[name]}" for number, name in enumerate(key))
+    return f"({', '.join(map(quote, key))}) IN (SELECT {values} FROM unnest($1::text[]) AS given_key)"
+
+
+def _check_key(types: Mapping[str, str], names: Mapping[str, str], wanted: WantedColumns, table: str) -> None:
+    for column in wanted.key_columns:
+        if column not in names:
+            raise UsageError(f"table {table} has no column {column!r}; its columns are {', '.join(types)}")
+    if wanted.keys == BIGINT:
+        (column,) = wanted.key_columns
+        if not pa.types.is_integer(ColumnForms().column(column, types[names[column]]).kind):
+            raise UsageError(
+                f"column {column} of {table} is not an integer, and ids of kind bigint are expected; for a tube with "
+                'ids of kind text: keys = "text" in [source]'
+            )
 
 
 def _check_columns(columns: Sequence[str] | None, there: Collection[str], rules: Sequence[TableRule]) -> None:

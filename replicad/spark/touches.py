@@ -12,7 +12,13 @@ import pyarrow.compute as pc
 
 from replicad.client.requests import garbage_before
 
-TOUCH_SCHEMA = pa.schema([("shard", pa.int32()), ("id", pa.int64()), ("seq", pa.int64())])
+
+def touch_schema(ids: pa.DataType) -> pa.Schema:
+    """The columns of touches, for ids of this type: int64, or string (tubes/keys.py)."""
+    return pa.schema([("shard", pa.int32()), ("id", ids), ("seq", pa.int64())])
+
+
+TOUCH_SCHEMA = touch_schema(pa.int64())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ def collect(batches: Iterable[pa.RecordBatch]) -> Touches:
         ids += len(flat)
         rows = pc.list_parent_indices(batch.column("ids"))
         columns = [batch.column("shard").take(rows), flat, batch.column("seq").take(rows)]
-        parts.append(pa.Table.from_arrays(columns, schema=TOUCH_SCHEMA))
+        parts.append(pa.Table.from_arrays(columns, schema=touch_schema(flat.type)))
         controls.extend(_controls(batch))
         regular = batch.filter(pc.not_equal(batch.column("op"), "B"))
         first = pc.min(regular.column("ts")).as_py()
@@ -81,7 +87,7 @@ def deduplicate(touches: pa.Table) -> pa.Table:
     """Each (shard, id) once with its highest seq. Sorted, so that a query reads neighbours in the table's index."""
     once = touches.group_by(["shard", "id"]).aggregate([("seq", "max")])
     once = once.rename_columns([name.removesuffix("_max") for name in once.column_names]).select(TOUCH_SCHEMA.names)
-    return once.sort_by([("shard", "ascending"), ("id", "ascending")]).cast(TOUCH_SCHEMA)
+    return once.sort_by([("shard", "ascending"), ("id", "ascending")]).cast(touches.schema)
 
 
 def chunks_by_shard(touches: pa.Table, size: int) -> Iterator[tuple[int, pa.Table]]:

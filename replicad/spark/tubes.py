@@ -107,10 +107,10 @@ def _batches(
     assert options.tube is not None
     if encoding == LINES:
         chunks = client.pod_chunks(options.tube, part, partition.term, after=after, upto=upto)
-        return PodReader(options.tube, part, options.include_payload).batches(chunks)
+        return PodReader(options.tube, part, options.include_payload, options.keys).batches(chunks)
     payload = options.include_payload
     blocks = client.pod_blocks(options.tube, part, partition.term, after=after, payload=payload, upto=upto)
-    return (block_batch(block, payload=payload) for block in blocks)
+    return (block_batch(block, payload=payload, keys=options.keys) for block in blocks)
 
 
 def _check_complete(options: SourceOptions, wanted: Range, pods: int) -> None:

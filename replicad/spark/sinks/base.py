@@ -38,7 +38,12 @@ class Shape:
     @property
     def keys(self) -> pa.Schema:
         """The columns of `EnrichedRows.deletes`."""
-        return pa.schema([("_shard", pa.int32()), (self.id, pa.int64()), ("_seq", pa.int64())])
+        return pa.schema([("_shard", pa.int32()), (self.id, self.ids), ("_seq", pa.int64())])
+
+    @property
+    def ids(self) -> pa.DataType:
+        """The type of the ids: int64, or string (tubes/keys.py)."""
+        return self.schema.field(self.id).type
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -162,9 +167,9 @@ class Sink(ABC):
         del shape, changes
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array | None:
-        """On the driver: up to `limit` ids (bigint) of the shard that the downstream has with a `_seq` below `before`.
+        """On the driver: up to `limit` ids of the shard that the downstream has with a `_seq` below `before`.
 
-        None: this downstream cannot list them, and garbage stays.
+        Their type is `Shape.ids`. None: this downstream cannot list them, and garbage stays.
         """
         del shape, shard, before, limit
         return None

@@ -282,7 +282,7 @@ class BulkSink(Sink):
         body = {"size": min(limit, _SEARCH_MOST), "_source": [shape.id], "query": {"bool": {"filter": filters}}}
         answer = self._checked("POST", f"/{index}/_search", json.dumps(body).encode(), missing=True)
         hits = answer.get("hits", {}).get("hits", [])
-        return pa.array([hit["_source"][shape.id] for hit in hits], pa.int64())
+        return pa.array([hit["_source"][shape.id] for hit in hits], shape.ids)
 
     # --- documents ---
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,14 +35,15 @@ class Downstream(Protocol):
         Store `_seq` with the row if garbage must be collected. When this returns, the pods of the rows may be acked.
         """
 
-    def delete(self, shard: int, ids: Sequence[int]) -> None:
-        """Delete these ids of the shard. Some may never have been written.
+    def delete(self, shard: int, ids: Sequence[Any]) -> None:
+        """Delete these ids of the shard: ints, or texts if the tube has ids of kind text. Some may never have been
+        written.
 
         What `write` and `delete` raise is tried again. An OSError means that the downstream cannot be reached. For
         other exceptions the rows that cause them are looked for after some tries, and parked.
         """
 
-    def stale_ids(self, shard: int, before: int) -> Iterable[int]:
+    def stale_ids(self, shard: int, before: int) -> Iterable[Any]:
         """Ids of the shard with a `_seq` below `before`; empty if the class cannot list them."""
 
 
@@ -111,6 +112,6 @@ class CustomSink(Sink):
             name = type(self.target).__qualname__
             raise RowRefused(f"{name} refuses it: {type(error.__cause__).__name__}: {error.__cause__}") from error
 
-    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:  # noqa: ARG002
+    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
         """At most `limit` of the ids that the class returns."""
-        return pa.array(list(itertools.islice(self.target.stale_ids(shard, before), limit)), pa.int64())
+        return pa.array(list(itertools.islice(self.target.stale_ids(shard, before), limit)), shape.ids)

@@ -47,7 +47,7 @@ _NAME = re.compile(r"([0-9]{20})\.json")
 class Leaf:
     """One file: the ids of a shard from `low` on, the number of its rows, and their lowest `_seq`."""
 
-    low: int
+    low: Any  # an int, or a str
     file: str
     rows: int
     min_seq: int
@@ -335,10 +335,10 @@ class ShardWriter:
         self._old, self._new = None, []
         self._at += 1
 
-    def _below(self, table: pa.Table, low: int) -> pa.Table:
+    def _below(self, table: pa.Table, low: Any) -> pa.Table:
         return table.filter(pc.less(table.column(self.files.id), low))
 
-    def _from(self, table: pa.Table, low: int) -> pa.Table:
+    def _from(self, table: pa.Table, low: Any) -> pa.Table:
         return table.filter(pc.greater_equal(table.column(self.files.id), low))
 
 
@@ -473,7 +473,7 @@ class ParquetSink(Sink):
             if leaf.min_seq < before and sum(map(len, found)) < limit:
                 table = pq.read_table(self.folder / DATA / leaf.file, columns=[shape.id, "_seq"])
                 found.append(table.filter(pc.less(table.column("_seq"), before)).column(shape.id).combine_chunks())
-        return pa.concat_arrays([pa.array([], pa.int64()), *found])[:limit]
+        return pa.concat_arrays([pa.array([], shape.ids), *found])[:limit]
 
     def _latest(self) -> Manifest:
         found = latest(self.folder)

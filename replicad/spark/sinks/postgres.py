@@ -352,18 +352,18 @@ class PostgresSink(Sink):
         deleted = 0
         for shard in pc.unique(deletes.column("_shard")).to_pylist():
             ids = deletes.filter(pc.equal(deletes.column("_shard"), shard)).column(shape.id).combine_chunks()
-            deleted += _ask(cursor, sql, pa.scalar(shard, pa.int32()), pa.scalar(ids, pa.list_(pa.int64())))[0][0]
+            deleted += _ask(cursor, sql, pa.scalar(shard, pa.int32()), pa.scalar(ids, pa.list_(ids.type)))[0][0]
         return deleted
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
         """Ids of the shard with a `_seq` below `before`."""
         sql = _STALE.format(table=self.table, id=quote(shape.id))
 
-        def work(driver: Any) -> list[tuple[int]]:
+        def work(driver: Any) -> list[tuple[Any]]:
             with driver.cursor() as cursor:
                 return _ask(cursor, sql, pa.scalar(shard, pa.int32()), before, limit)
 
-        return pa.array([row[0] for row in patiently(self.url, work, patience=self.patience)], pa.int64())
+        return pa.array([row[0] for row in patiently(self.url, work, patience=self.patience)], shape.ids)
 
 
 def _changes(shape: Shape, there: Mapping[str, str]) -> list[str]:

@@ -663,6 +663,8 @@ class Worker:
         reported: dict[str, int] | None = None
         while True:
             await trio.sleep(REPORT_INTERVAL)
+            if work.history.open:
+                await self._ask_about_forks()
             counts = asdict(work.statistics)
             if counts == reported:
                 continue
@@ -675,6 +677,14 @@ class Worker:
                 log.info("report_failed", tube=work.tube, code=error.code, error=str(error))
             else:
                 reported = counts
+
+    async def _ask_about_forks(self) -> None:
+        work = self._work
+        try:
+            async with work.open_client() as client:
+                await work.history.ask(client)
+        except ReplicadError as error:
+            log.info("fork_not_asked", tube=work.tube, code=error.code, error=str(error))
 
     async def _give_back(self) -> None:
         """Release the leases of partitions that are no more: they would keep us from the new ones until they expire."""

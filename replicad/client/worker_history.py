@@ -15,6 +15,7 @@ import trio
 
 from replicad.client.trio_client import TrioClient
 from replicad.eventlog import get_logger
+from replicad.tubes.commands import Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,19 @@ log = get_logger(__name__)
 
 
 class WorkerHistory:
-    """The generations in which one worker has held leases, with the highest seq that it has passed on in each."""
+    """The generations in which one worker has held leases, with the highest seq that it has passed on in each.
+
+    An earlier generation is remembered until the daemon says that all is mended: a later fork may lose what is known in
+    the database about the fork before.
+    """
 
     def __init__(self, tube: str, on_fork: OnFork | None) -> None:
         self._tube = tube
         self._on_fork = on_fork
         self._present: str | None = None
         self._passed_on: dict[str, int] = {}
-        self._reported: dict[str, int] = {}  # the same, as far as the daemon was asked about it
-        self._entering = trio.Lock()
+        self._told: dict[str, int] = {}  # the same, as far as the user's function was called about it
+        self._asking = trio.Lock()
 
     def note(self, generation: str | None, seq: int) -> None:
         """A pod with this seq is passed on, under a lease of that generation."""
@@ -60,33 +65,37 @@ class WorkerHistory:
         Raises:
             ReplicadError: the daemon could not answer; it is asked with the next claim.
         """
-        if generation is None or (generation == self._present and not self._unasked()):
-            return
-        async with self._entering:
-            self._present = generation
-            for earlier in self._unasked():
-                seq = self._passed_on[earlier]
+        if generation is not None and generation != self._present:
+            async with self._asking:
+                self._present = generation
+            await self.ask(client)
+
+    @property
+    def open(self) -> bool:
+        """Whether something of an earlier generation is not mended."""
+        return any(generation != self._present for generation in self._passed_on)
+
+    async def ask(self, client: TrioClient) -> None:
+        """Ask what is left of earlier generations. Raises ReplicadError."""
+        async with self._asking:
+            for earlier, seq in [item for item in self._passed_on.items() if item[0] != self._present]:
                 answer = await client.seen(self._tube, earlier, seq)
-                if answer.state != "same":
-                    since = None if answer.since is None else datetime.fromtimestamp(answer.since / 1_000_000, UTC)
-                    fork = TubeFork(self._tube, answer.shared or 0, seq, since, answer.state or "unknown")
-                    log.warning("touches_unknown", tube=self._tube, after=fork.after, upto=seq, state=fork.state)
-                    if self._on_fork is not None and not await self._told(fork):
-                        continue
-                self._reported[earlier] = seq
+                told = answer.state == "same" or self._told.get(earlier) == seq or await self._tell(answer)
+                if told:
+                    self._told[earlier] = seq
+                if told and answer.mended is not None and self._passed_on[earlier] == seq:
+                    self.note(self._present, answer.mended)
+                    del self._passed_on[earlier], self._told[earlier]
 
-    def _unasked(self) -> list[str]:
-        return [
-            generation
-            for generation, seq in self._passed_on.items()
-            if generation != self._present and seq > self._reported.get(generation, 0)
-        ]
-
-    async def _told(self, fork: TubeFork) -> bool:
-        assert self._on_fork is not None
+    async def _tell(self, answer: Seen) -> bool:
+        since = None if answer.since is None else datetime.fromtimestamp(answer.since / 1_000_000, UTC)
+        fork = TubeFork(self._tube, answer.shared or 0, answer.seq, since, answer.state or "unknown")
+        log.warning("touches_unknown", tube=self._tube, after=fork.after, upto=fork.upto, state=fork.state)
+        if self._on_fork is None:
+            return True
         try:
             await self._on_fork(fork)
-        except Exception as error:  # noqa: BLE001 - of the user; it is called again with the next claim
+        except Exception as error:  # noqa: BLE001 - of the user; it is called again
             log.warning("on_fork_failed", tube=self._tube, error=repr(error))
             return False
         return True

@@ -45,7 +45,7 @@ from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.offsets import VERSION, Range, TubeOffset, check_version, foreign
 from replicad.spark.options import AUTO, SourceOptions, endpoint_of, retries_of
 from replicad.spark.planning import Budget, Goal, plan_all, plan_batch
-from replicad.tubes.commands import ARROW, LINES, CursorAt, Part
+from replicad.tubes.commands import ARROW, LINES, CursorAt, Part, Seen
 
 log = logging.getLogger("replicad.spark")
 
@@ -144,6 +144,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         self._target: Goal | None = None
         self._idle_at: TubeOffset | None = None  # the offset behind which the last trigger found no pods
         self._short_since: float | None = None  # the time since which there are fewer pods than minPodsPerTrigger
+        self._passed_on: dict[str, int] = {}  # generation: the last seq of it, as long as touches of it are unknown
         self._reported: tuple[float, dict[str, Any]] | None = None
 
     # --- Spark's calls, in the order in which they come ---
@@ -211,8 +212,16 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
 
     def _report_fork(self, hold: TubeHold, generation: str, begin: TubeOffset, error: LeaseForked) -> None:
         """Ask what is left of the touches that this query has passed on, and say so."""
-        passed_on = max(begin.last_seq, 0 if self._planned is None else self._planned.last_seq)
-        found = hold.seen(generation, passed_on)
+        self._passed_on[generation] = max(begin.last_seq, 0 if self._planned is None else self._planned.last_seq)
+        for earlier, passed_on in list(self._passed_on.items()):  # a later fork may lose what was noted of one before
+            found = hold.seen(earlier, passed_on)
+            if found.mended is not None:
+                del self._passed_on[earlier]
+            self._say_unknown(hold, found, error)
+
+    @staticmethod
+    def _say_unknown(hold: TubeHold, found: Seen, error: LeaseForked) -> None:
+        passed_on = found.seq
         if found.state == "same":
             log.warning("%s; the tube has all touches that this query has passed on", error)
             return

@@ -182,7 +182,8 @@ class Seen(Command):
 
     `state`: `same`, nothing; `unknown`, history has forked, and the touches above `shared` are unknown: their changes
     are downstream, and may not be in the database. A backfill brings the downstream up to date. `scheduled`: the same,
-    and the backfills are scheduled. `healed`: they are done. `since=us`: when `shared` was noted.
+    and the backfills are scheduled. `healed`: they are done. `since=us`: when `shared` was noted. `mended=seq`: the
+    client may remember the present generation and this seq instead. Without it, ask again, also after the next fork.
     """
 
     tube: str = word("tube")
@@ -191,6 +192,7 @@ class Seen(Command):
     state: str | None = optional("state", default=None)
     shared: int | None = option("seq", INTEGER, default=None)
     since: int | None = option("us", INTEGER, default=None)
+    mended: int | None = option("seq", INTEGER, default=None)
 
 
 @command("PODS", Side.CLIENT, verb="work", on="tube", answer="CURSOR")

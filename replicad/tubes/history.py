@@ -14,14 +14,10 @@ from datetime import datetime
 from shlex import quote
 from typing import Any
 
-import structlog
-
 from replicad.postgres.bridge import Database, Row, quote_ident
 from replicad.postgres.statements import call_row, call_value, statement
 
 MOST_TEXTS = 3  # tables of a tube that are named with what may have been missed of them
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +38,15 @@ class Unknown:
     """The answer to somebody who has passed on pods of an earlier generation (tube_seen).
 
     `shared`: up to which seq they are pods of the present history; None: of the present generation. `since`: when that
-    was noted. `state`: same, unknown, scheduled or healed.
+    was noted. `state`: same, unknown, scheduled or healed. `mended`: the caller may remember this seq of the present
+    `generation` instead; None: it must ask again.
     """
 
     state: str
     shared: int | None = None
     since: datetime | None = None
+    mended: int | None = None
+    generation: str | None = None
 
 
 class HistoryBook:
@@ -115,11 +114,7 @@ class HistoryBook:
         If it does not, this is noted and reported until the tables are backfilled. Raises UnknownTube.
         """
         row = await call_row(self._db, self._schema, "tube_seen", tube, generation, seq)
-        if row["state"] != "same":
-            log.warning(
-                "touches_unknown", tube=tube, generation=generation, after=row["shared"], upto=seq, state=row["state"]
-            )
-        return Unknown(row["state"], row["shared"], row["since"])
+        return Unknown(row["state"], row["shared"], row["since"], row["mended"], row["generation"])
 
 
 def _more(texts: int) -> list[str]:

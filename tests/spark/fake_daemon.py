@@ -293,7 +293,8 @@ class FakeDaemon:
                     state = self._state(tube)
                     state.unknown.append((generation, seq))
                     lost = generation != state.generation and state.shared is not None and seq > state.shared
-                    send(replace(command, state="unknown" if lost else "same", shared=state.shared))
+                    mended = None if lost else seq
+                    send(replace(command, state="unknown" if lost else "same", shared=state.shared, mended=mended))
                 case Pods():
                     self._pods(command, send, raw)
                 case Ack():

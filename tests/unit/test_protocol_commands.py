@@ -154,9 +154,9 @@ CASES = [
     Case("REPORT cities copy", S, c.Report("cities", "copy")),
     Case("SEEN cities 7c1fd2a90b31ef02 812", C, c.Seen("cities", "7c1fd2a90b31ef02", 812)),
     Case(
-        "SEEN cities 7c1fd2a90b31ef02 812 unknown shared=800 since=1700000000000000",
+        "SEEN cities 7c1fd2a90b31ef02 812 healed shared=800 since=1700000000000000 mended=990",
         S,
-        c.Seen("cities", "7c1fd2a90b31ef02", 812, "unknown", 800, 1_700_000_000_000_000),
+        c.Seen("cities", "7c1fd2a90b31ef02", 812, "healed", 800, 1_700_000_000_000_000, 990),
     ),
 ]
 

@@ -22,6 +22,7 @@ from replicad.tubes.history import HistoryBook, TubeGeneration
 from replicad.tubes.pods import PodBook, TubeInfo
 from replicad.tubes.serving.waiting import ClaimWaiters, PodWaiters
 
+ASK_AGAIN = 10.0  # seconds before it is asked again whether unknown touches are mended
 LAST_NOTE = 1.0  # seconds at the end of the daemon to note the last positions
 TUBE = "tube"  # the kind of the troubles of one tube; a trouble of all tubes has the kind "service"
 
@@ -57,7 +58,8 @@ class KnownTubes:
         self._fork: str | None = None  # a reading has shown that history has forked, and why
         self._fork_found = trio.Event()
         self._served: dict[str, int] = {}  # tube: the highest seq that was sent to a client in this generation
-        self._unreported: dict[tuple[str, str], int] = {}  # the same by tube and generation, of earlier generations
+        self._unmended: dict[tuple[str, str], int] = {}  # the same by tube and generation, of earlier generations
+        self._ask_at = 0.0  # when to ask again what is left of these
         self._noted: dict[str, int] = {}
         poller.before_polling(self._look_on_new_connection)
 
@@ -136,11 +138,20 @@ class KnownTubes:
         self._noted = positions
 
     async def report_served(self) -> None:
-        """Report what was served in earlier generations. What cannot be reported now is reported with the next call."""
-        for (tube, generation), seq in list(self._unreported.items()):
+        """Report what was served in earlier generations, again until it is mended: a later fork may lose the note."""
+        if trio.current_time() < self._ask_at or not self._unmended:
+            return
+        self._ask_at = trio.current_time() + ASK_AGAIN
+        for (tube, generation), seq in list(self._unmended.items()):
             if tube in self.tubes:
-                await self._history.seen(tube, generation, seq)
-            self._unreported.pop((tube, generation), None)
+                found = await self._history.seen(tube, generation, seq)
+                if found.mended is None:
+                    log.warning("touches_unknown", tube=tube, after=found.shared, upto=seq, state=found.state)
+                    continue
+                if found.generation != self.generation_id:
+                    continue  # the next look adopts it, and asks again
+                self.note_served(tube, Cursor(found.mended, 0))
+            self._unmended.pop((tube, generation), None)
 
     async def _follow(self) -> None:
         """Adopt the present generation of Postgres. Raises DatabaseError."""
@@ -156,7 +167,8 @@ class KnownTubes:
                 return
             log.warning("tubes_forked", generation=present.id, before=before.id, reason=present.reason)
             for tube, seq in self._served.items():
-                self._unreported[tube, before.id] = seq
+                self._unmended[tube, before.id] = seq
+            self._ask_at = 0.0
             self._served.clear()
             self._noted.clear()
             for name in list(self._watched):

@@ -458,7 +458,7 @@ class TubeRequests:
         await self._known.find(command.tube)
         found = await self._history.seen(command.tube, command.generation, command.seq)
         since = None if found.since is None else round(found.since.timestamp() * 1_000_000)
-        session.post(replace(command, state=found.state, shared=found.shared, since=since))
+        session.post(replace(command, state=found.state, shared=found.shared, since=since, mended=found.mended))
 
     async def _attempt(self, session: Session, command: Attempt) -> None:
         await self._known.refuse_broken(command.tube)

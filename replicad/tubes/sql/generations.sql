@@ -69,7 +69,7 @@ $$;
 --  - Shared with the generation before is what was noted (tube_note). Where ids may have come again (ids_went_back,
 --    sequence_changed) nothing is.
 -- Raises RT009 while a dump is being restored, whose primary keys come last, and 42501 without a right. Writes
--- tube_generation, tube_low, tube_trigger_seen and the sequences.
+-- tube_generation, tube_low, tube_trigger_seen, tube_attempt and the sequences.
 CREATE OR REPLACE FUNCTION tube_fork(seen text, why text) RETURNS text
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -89,7 +89,8 @@ BEGIN
     END IF;
     DELETE FROM tube_low;
     IF why IN ('other_server', 'restored') THEN
-        DELETE FROM tube_trigger_seen;  -- a dump makes them anew
+        DELETE FROM tube_trigger_seen;  -- a dump makes the triggers anew
+        DELETE FROM tube_attempt;  -- of processes that have ended long ago
     END IF;
     IF g.id IS NOT NULL THEN
         PERFORM tube_later('tube_seq', 1000000), tube_later('tube_term_seq', 250);

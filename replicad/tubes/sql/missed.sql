@@ -30,10 +30,12 @@ $$;
 --   unknown    the touches in (shared, upto] are unknown; a backfill of each attached table brings the downstream up to date
 --   scheduled  the same, and the backfills are scheduled or have begun
 --   healed     the tables have been backfilled since the fork
+-- mended: whoever remembers in_generation and upto may remember the present generation and this seq instead, because all is
+-- well up to there. NULL: the caller must ask again, above all after another fork, which may lose what was noted here.
 -- Raises RT001, RT009. Writes what tube_miss writes.
 CREATE OR REPLACE FUNCTION tube_seen(
     tube text, in_generation text, upto bigint,
-    OUT generation text, OUT shared bigint, OUT since timestamptz, OUT state text
+    OUT generation text, OUT shared bigint, OUT since timestamptz, OUT state text, OUT mended bigint
 )
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -46,6 +48,7 @@ BEGIN
     shared := tube_shared(t.tube, in_generation);
     state := 'same';
     IF upto <= coalesce(shared, upto) THEN
+        mended := upto;
         RETURN;
     END IF;
     -- The first generation in which they are unknown. A backfill after it has mended what later restarts find unknown again.
@@ -61,6 +64,7 @@ BEGIN
         WHEN NOT EXISTS (SELECT FROM tube_missed m WHERE m.tube = t.tube AND m.cause = name AND m.healed_at IS NULL) THEN 'healed'
         WHEN t.on_fork = 'backfill' THEN 'scheduled'
         ELSE 'unknown' END;
+    mended := CASE WHEN state = 'healed' THEN pg_sequence_last_value('tube_seq') END;
 END
 $$;
 

@@ -191,7 +191,7 @@ class MemoryBooks:
     async def seen(self, tube: str, generation: str, seq: int) -> Unknown:
         await self._answer("seen")
         self.reported.append((tube, generation, seq))
-        return Unknown("unknown", 0)
+        return Unknown("same", seq, mended=seq, generation=f"g{self.generations}")
 
     async def check_triggers(self) -> None:
         await self._answer("check_triggers")
@@ -461,6 +461,40 @@ async def test_without_a_tube_nothing_is_asked_but_whether_there_is_one(autojump
         await settle(3)
         assert world.books.asked["untouched"]
         assert world.books.asked["look"]
+
+
+async def test_when_history_forks_waiting_requests_are_woken_and_what_was_served_is_reported(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_tubes() as world:
+        client = await world.claimed(ttl=" ttl=300")
+        world.put((1, 0), (2, 0))
+        assert (await client.say("PODS t 0/1 1"))[-1] == "CURSOR t 0/1 2.0 2"
+        await settle(2)
+        assert world.books.notes == [("g1", {"t": 2})]
+        assert await client.say("PODS t 0/1 1 after=2.0 wait=200") == []
+        world.books.held.clear()  # the lease is void, and no position moves
+        world.books.generations = 2
+        world.positions.tell("tube:t", 2)
+        await settle(3)
+        [line] = await client.lines()
+        assert line.startswith("ERROR lease_lost")
+        assert world.books.reported == [("t", "g1", 2)]
+        world.positions.tell("tube:t", 90)
+        await settle(2)
+        assert world.books.notes[-1] == ("g2", {"t": 90})
+
+
+async def test_after_a_fork_no_position_of_the_earlier_history_is_used(autojump_clock: MockClock) -> None:
+    async with open_tubes() as world:
+        world.put((1, 0), (2, 0))
+        await settle(2)
+        world.books.generations = 2
+        await settle(3)
+        client = await world.claimed()
+        assert await client.say("PODS t 0/1 1") == []  # the first position of this generation is waited for
+        world.positions.tell("tube:t", 1)
+        assert (await client.lines())[-1] == "CURSOR t 0/1 1.0 1"
 
 
 async def test_the_first_position_of_a_new_tube_is_waited_for(autojump_clock: MockClock) -> None:

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from replicad.daemon import own_figures
 from replicad.daemon.figures import Family
-from replicad.operations.http import app, metrics
+from replicad.operations.http import metrics, server
 from replicad.redis import service as of_redis
 from replicad.sender import serving as sender_serving
-from replicad.streams.serving import figures as of_streams
+from replicad.streams.serving import service as of_streams
 from replicad.tubes.serving import service as tube_service
 
 PAGE = Path(__file__).parents[1] / "docs/operating.md"
 SECTION = re.compile(r"(<!-- figures of ([A-Za-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PARTS: dict[str, Sequence[Family]] = {
-    "the exporter": (*app.FAMILIES, metrics.LEFT_OUT),
+    "the exporter": (*server.FAMILIES, metrics.LEFT_OUT),
     "the daemon": own_figures.FAMILIES,
     "streams": of_streams.FAMILIES,
     "tubes": tube_service.FAMILIES,

@@ -1,6 +1,6 @@
 """The picture of a stream at one moment, and the columns that all views of it show.
 
-Two modules make it: `status.py` from Postgres, for any command, and `serving/figures.py` from the memory of the daemon
+Two modules make it: `status.py` from Postgres, for any command, and `serving/service.py` from the memory of the daemon
 that serves the stream. Facts that only the daemon has (readers, journals, counts) are in `feed`.
 """
 

@@ -21,7 +21,7 @@ import trio.testing
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon.handshakes import LIVE
 from replicad.operations.http import wire
-from replicad.operations.http.app import HttpPages
+from replicad.operations.http.server import HttpPages
 from replicad.postgres.bridge import Database, open_database
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from replicad.config.settings import DatabaseSettings, ServerSettings
-from replicad.daemon import preparing
+from replicad.daemon import daemon
 from replicad.errors import DatabaseError, DatabaseRefused, StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
@@ -357,7 +357,7 @@ async def test_the_daemon_refuses_to_be_a_superuser_of_a_postgres_that_is_not_th
     named = replace(settings, database=DatabaseSettings(database=database_url))
     async with open_daemon(named, database_url, least=False):
         """The embedded one is recognised."""
-    monkeypatch.setattr(preparing, "is_embedded", lambda data: False)
+    monkeypatch.setattr(daemon, "is_embedded", lambda data: False)
     with pytest.raises(
         DatabaseRefused, match=r"role postgres is a superuser.*GRANT CREATE ON DATABASE.*--allow-superuser"
     ):

@@ -12,7 +12,7 @@ import trio
 from structlog.testing import capture_logs
 
 from replicad.config.settings import DatabaseSettings
-from replicad.daemon.preparing import install_all
+from replicad.daemon.daemon import install_all
 from replicad.errors import DatabaseRefused, ReplicadError, SchemaCollision, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema, schema_text
 from replicad.postgres.bridge import Database, open_database

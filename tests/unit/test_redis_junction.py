@@ -11,7 +11,7 @@ from replicad.client.follower import Follower
 from replicad.protocol.connection import ProtocolConnection
 from replicad.protocol.words import Side
 from replicad.redis import messages
-from replicad.redis.handover import MAX_KEPT, Junction, Missed
+from replicad.redis.following import MAX_KEPT, Junction, Missed
 from replicad.redis.messages import MISSED, PublishedState
 from tests.vocabulary import EVERY
 

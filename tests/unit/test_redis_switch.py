@@ -8,7 +8,7 @@ from typing import Any, cast
 import trio
 import trio.testing
 
-from replicad.redis.handover import Switch
+from replicad.redis.following import Switch
 from replicad.redis.messages import ALIVE, stream_channel
 
 SERVER = "example.com"

@@ -23,7 +23,7 @@ from replicad.positions.watched import Reading
 from replicad.protocol.commands import CORE, RemoteServerUp
 from replicad.streams.acks import ReaderAck
 from replicad.streams.commands import FederationAck
-from replicad.streams.serving.ack_service import AckService
+from replicad.streams.serving.service import AckService
 from tests.daemons import relay_key
 
 FEEDS: Any = {

@@ -10,23 +10,251 @@ answer loses its place first.
 
 from __future__ import annotations
 
+import json
+import platform
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import chain
 
+import structlog
 import trio
 
 from replicad.config.settings import Address
+from replicad.daemon.figures import GAUGE, Family, Obstacle, Sample
 from replicad.daemon.files import guest_files
 from replicad.daemon.listener import Acceptor, listen
 from replicad.daemon.service import Host
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.turns import Turns
 from replicad.operations.http import wire
-from replicad.operations.http.app import HttpPages
+from replicad.operations.http.console import FILES, Console
+from replicad.operations.http.entry import Caller, calling, refuse_controls
 from replicad.operations.http.guests import Desk, Guest
-from replicad.operations.http.messages import Refused, Request, split_target
-from replicad.operations.http.metrics import LookIntervals, Looks
+from replicad.operations.http.live import Live
+from replicad.operations.http.messages import Answer, Refused, Request, split_target
+from replicad.operations.http.metrics import AGE, FAILURES, Exposition, LookIntervals, Looks
+from replicad.operations.http.streams import RowsPage
 from replicad.operations.http.surroundings import Surroundings
+from replicad.operations.http.wire import Ended
+from replicad.operations.serving import STATUS
 from replicad.streams.serving.trouble_book import daemon_name
+
+# The pages of `serve --http`. Each answers within a bounded time, from the daemon's memory. Rows: `streams`.
+
+
+LONGEST = 10.0  # seconds for an answer; wrong secrets wait up to 8
+SHOWN = 50  # sentences on /readyz
+MOST_CLIENTS = 1000  # on /clients; `connected` has their number
+SLICE = 100  # clients, before other tasks run
+
+INFO = Family("replicad_info", GAUGE, "1; the labels say which program this is.", ("version", "python", "server_name"))
+STARTED = Family("replicad_start_time_seconds", GAUGE, "When the daemon began to serve HTTP, in seconds since 1970.")
+READY = Family("replicad_ready", GAUGE, "1 if /readyz answers 200, else 0.")
+FAMILIES = (INFO, STARTED, READY, AGE, FAILURES)  # figures beside the figures of the sources
+
+INDEX = """replicad
+/livez    200 while the daemon runs
+/readyz   200 if Postgres answers and every stream and tube is served, else 503 with the reasons
+/status   the same and more, as JSON
+/clients  connected clients, and clients that were cut, as JSON
+/metrics  for Prometheus; docs/operating.md has the table
+/console  all of this for people, in a browser
+/streams/NAME/rows?after=TOKEN&limit=N  rows, a line of JSON for each; docs/transports.md
+/streams/NAME/live?after=TOKEN  the same as server-sent events, as they come
+"""
+
+log = structlog.get_logger()
+Page = Callable[[Request, Caller], Awaitable[Answer]]
+STREAMS = "/streams/"  # what paths of streams begin with
+READ = ("GET", "HEAD")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A page, and with which methods it is asked for."""
+
+    page: Page
+    methods: tuple[str, ...] = READ
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPage:
+    """A page that answers everybody, whatever word is sent, and costs nothing: it needs no place."""
+
+    page: Callable[[Request], Awaitable[Answer]]
+    methods: tuple[str, ...] = READ
+
+
+class HttpPages:
+    """The answers. `looks.run` must be running."""
+
+    def __init__(self, host: Host, looks: Looks, surroundings: Surroundings) -> None:
+        self._host = host
+        self._looks = looks
+        self._surroundings = surroundings
+        self._exposition = Exposition(self.families())
+        self._version = metadata.version("replicad")
+        self._started = time.time()
+        self._began = trio.current_time()
+        self._rows, self._live = RowsPage(host), Live(host)
+        self._routes = self._table()
+
+    def _table(self) -> dict[str, Route | OpenPage]:
+        console = Console(self._host)
+        return {
+            "/": OpenPage(self.index),
+            "/livez": OpenPage(self.livez),
+            "/readyz": OpenPage(self.readyz),
+            "/status": Route(self.status),
+            "/clients": Route(self.clients),
+            "/metrics": Route(self.metrics),
+            "/events": Route(console.events),
+            "/parked": Route(console.parked),
+            "/replay": Route(console.replay, ("POST",)),
+            **dict.fromkeys(FILES, OpenPage(console.file)),
+        }
+
+    async def answer(self, request: Request) -> Answer | None:
+        """The answer to a request. None: it was sent."""
+        if request.path.startswith(STREAMS):
+            name, _, last = request.path.removeprefix(STREAMS).rpartition("/")
+            page = {"rows": self._rows, "live": self._live}.get(last)
+            if page is not None:
+                return await page(request, name)
+        route = self._routes.get(request.path)
+        if route is None:
+            answer = Answer.text("there is no such page; / lists them\n", 404)
+        elif request.method not in route.methods:
+            wanted = ", ".join(route.methods)
+            answer = Answer.text(f"send {wanted}\n", 405, {"allow": wanted})
+        elif isinstance(route, OpenPage):
+            answer = await self._answered(request, route.page(request))
+        else:
+            answer = await self._answered(request, self._admitted(request, route.page))
+        answer.headers |= {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+        return answer
+
+    async def _admitted(self, request: Request, page: Page) -> Answer:
+        """The answer of a page to a caller with a place. Raises Refused."""
+        async with calling(self._host.access, request) as caller:
+            if caller.known:
+                await request.guest.take_place()
+            return await page(request, caller)
+
+    async def _answered(self, request: Request, page: Awaitable[Answer]) -> Answer:
+        """The answer of a page, in time, whatever happens."""
+        try:
+            with trio.fail_after(LONGEST):
+                return await page
+        except Refused as refusal:
+            return Answer.text(
+                f"{refusal.why}\n", refusal.status, {"www-authenticate": "Bearer"} if refusal.status == 401 else None
+            )
+        except trio.TooSlowError:
+            return Answer.text(f"no answer within {LONGEST:g} s\n", 503)
+        except Ended:
+            raise
+        except Exception as error:  # noqa: BLE001 - recorded; it ends this request only
+            self._host.troubles.record("service", "http", request.path[:20], error)
+            return Answer.text("internal error; the server's log has it\n", 500)
+
+    async def index(self, request: Request) -> Answer:  # noqa: ARG002
+        """What there is."""
+        return Answer.text(INDEX)
+
+    async def livez(self, request: Request) -> Answer:
+        """200: the event loop runs. No word is looked at: an old secret of the probe is no reason for a restart."""
+        refuse_controls(request)
+        return Answer.text("ok\n")
+
+    async def readyz(self, request: Request) -> Answer:
+        """200, or 503 with the reasons that the caller may see. A word is looked at only if there are reasons."""
+        found = self._obstacles()
+        if not found:
+            return Answer.text("ready\n")
+        with suppress(Refused):
+            async with calling(self._host.access, request) as caller:
+                if caller.known:
+                    return _reasons(found, caller)
+        return Answer.text("not ready; send `Authorization: Bearer TOKEN` to see why\n", 503)
+
+    async def status(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
+        """The state as JSON. Needs the right `status`."""
+        caller.require(STATUS)
+        await self._looks.refresh()
+        found = self._obstacles()
+        body = {
+            "server_name": self._host.settings.server_name,
+            "version": self._version,
+            "uptime_seconds": round(trio.current_time() - self._began, 1),
+            "server": self._surroundings.server,
+            "ready": not found,
+            "obstacles": [one._asdict() for one in found if caller.sees(one)],
+        }
+        lists: dict[str, list[str]] = {}
+        details = list(chain.from_iterable(source.details() for source in self._host.figures.sources))
+        for number, detail in enumerate(details):
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+            if caller.sees(detail):
+                listed = lists.setdefault(f"{detail.kind}s", [])
+                listed.append(json.dumps({"name": detail.name, **detail.fields}))
+        text = json.dumps(body)[:-1] + "".join(f', "{kind}": [{", ".join(some)}]' for kind, some in lists.items())
+        return Answer.of_type("application/json", (text + "}").encode())
+
+    async def clients(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
+        """The connected clients, their streams, and clients that were cut, as JSON. Needs the right `status`."""
+        caller.require(STATUS)
+        hub, now = self._host.hub, trio.current_time()
+        catching_up = self._host.figures.catching_up()
+        found = []
+        for number, session in enumerate(list(hub)):
+            if number == MOST_CLIENTS:
+                break
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+            view = asdict(session.view(now))
+            also = map(asdict, catching_up.get(session.number, ()))
+            view["following"] = [one for one in (*view["following"], *also) if caller.lists("stream", one["stream"])]
+            found.append(view)
+        cuts = [{**cut._asdict(), "ago_s": now - cut.at} for cut in reversed(tuple(hub.cuts))]
+        body = {"connected": len(hub), "clients": found, "cuts": cuts, "closed": dict(hub.statistics().closed)}
+        return Answer.json(body)
+
+    async def metrics(self, request: Request, caller: Caller) -> Answer:
+        """For Prometheus. Needs the right `status`."""
+        caller.require(STATUS)
+        await self._looks.refresh()
+        accept = request.headers.get("accept", "")
+        page, content_type = await self._exposition.page(caller.name, accept, self._samples, caller.admits)
+        return Answer.of_type(content_type, page)
+
+    def families(self) -> list[Family]:
+        """All exported figures, except the figures of the process and `replicad_series_left_out`."""
+        return [*FAMILIES, *(one for source in self._host.figures.sources for one in source.families)]
+
+    def _samples(self) -> Iterable[Sample]:
+        own = (
+            INFO(1, self._version, platform.python_version(), self._host.settings.server_name),
+            STARTED(self._started),
+            READY(float(not self._obstacles())),
+        )
+        return chain(own, self._looks.samples(), *(source.samples() for source in self._host.figures.sources))
+
+    def _obstacles(self) -> list[Obstacle]:
+        return [one for source in self._host.figures.sources for one in source.obstacles()]
+
+
+def _reasons(found: Sequence[Obstacle], caller: Caller) -> Answer:
+    seen = [one for one in found if caller.sees(one)]
+    lines = [" ".join(one.why.split()) for one in seen[:SHOWN]]
+    if len(lines) < len(found):
+        lines.append(f"and {len(found) - len(lines)} more")
+    return Answer.text("not ready: " + "\n".join(lines) + "\n", 503)
+
 
 OLD = 15.0  # seconds after which a connection is closed with its next answer
 REQUESTS = 100  # on one connection, one after another

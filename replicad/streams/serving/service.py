@@ -2,23 +2,260 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import trio
+
+from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
 from replicad.daemon.journal import JournalLimits
+from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.poller import Poller
 from replicad.daemon.service import Answers, Feature, Host, Job
 from replicad.daemon.session import Session
+from replicad.daemon.state_columns import StateView
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError, StreamRefused, TokenAhead
+from replicad.postgres.bridge import Database
+from replicad.streams.acks import ReaderAck
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
-from replicad.streams.serving.ack_service import AckService
+from replicad.streams.picture import COLUMNS, REFUSED, SERVED, STARTING, WAITING, StreamPicture, state_samples
+from replicad.streams.queries import Impatient
+from replicad.streams.registry import row_source
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
-from replicad.streams.serving.figures import StreamFigures
+from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.serving.publisher import Publisher
+from replicad.streams.serving.publisher import REGISTRY, Publisher
 from replicad.streams.serving.row_pages import RowPages
+from replicad.streams.serving.served_stream import KIND, Serving
 from replicad.streams.serving.subscriptions import Subscriptions
 from replicad.streams.serving.trouble_book import TroubleBook
 from replicad.streams.serving.windows import Windows
 from replicad.streams.store import PostgresNotes, PostgresStore
+from replicad.streams.waiting_rows import count_waiting
+
+# FEDERATION_ACK: collects acks and writes them once a second.
+#
+# An ack that is lost when the daemon ends is replaced by the sender's next one; until then trimming keeps more rows.
+
+
+MAX_WAITING = 10_000  # acks (one for each stream and sender) that wait for Postgres
+FEDERATION = "federation"  # the stream of an ack without a name, as in Synapse
+SERVICE = "acks"
+
+
+class AckService:
+    """The acks of all sessions."""
+
+    def __init__(
+        self,
+        notes: PostgresNotes,
+        feeds: Mapping[str, Feed],
+        troubles: Troubles,
+        pace: StreamIntervals = StreamIntervals(),
+    ) -> None:
+        """`feeds` are the streams that are served now, by name."""
+        self._notes = notes
+        self._feeds = feeds
+        self._pace = pace
+        self._troubles = troubles
+        self._waiting: dict[tuple[str, str], ReaderAck] = {}
+        self._came = trio.Event()
+
+    @staticmethod
+    def stream_of(command: FederationAck, following: Collection[str] | None) -> str | None:
+        """The stream that an ack of a connection belongs to which follows these streams, or all (None).
+
+        It belongs to the stream that it names; else to the only followed stream; else, if all are, to the stream
+        called `federation`.
+        """
+        if command.stream is not None:
+            return command.stream
+        return FEDERATION if following is None else next(iter(following), None) if len(following) == 1 else None
+
+    @staticmethod
+    def refused(name: str) -> StreamRefused:
+        """The answer to an ack that names a stream which is not served."""
+        return StreamRefused(f"stream {name[:80]} is not served, so it takes no FEDERATION_ACK")
+
+    def note(self, command: FederationAck, following: Collection[str] | None, reads: Callable[[str], bool]) -> bool:
+        """Take an ack of a connection that follows these streams, or all (None). False if it belongs to no stream.
+
+        `reads`: whether the connection is being sent the rows of a stream. Then it was informed if history has forked.
+        From any other, a token may be of a generation before, in which the id was another row. So it counts only up to
+        where all generations are the same: otherwise `trim --acked` would remove rows that the sender never had.
+
+        Raises:
+            StreamRefused: the stream that it names is not served.
+            TokenAhead: the token lies beyond the stream's position, or beyond what counts from this connection.
+        """
+        feed = self._feeds.get(self.stream_of(command, following) or "")
+        if feed is None:
+            if command.stream is not None:
+                raise self.refused(command.stream)
+            return False
+        position = feed.reading.position
+        if position is None or command.token > position:
+            raise TokenAhead(
+                f"FEDERATION_ACK {command.token} is ahead of stream {feed.name}, whose position is {position}"
+            )
+        shared = feed.lineage.shared_by_all
+        if shared is not None and command.token > shared and not reads(feed.name):
+            raise TokenAhead(
+                f"FEDERATION_ACK {command.token} is ahead of {shared}, where the history of stream {feed.name} forked; "
+                "send it again on a connection that follows the stream"
+            )
+        key = (feed.name, command.instance)
+        known = self._waiting.get(key)
+        if known is None and len(self._waiting) >= MAX_WAITING:
+            raise StreamRefused(f"the acks of {MAX_WAITING} senders wait for Postgres already; send it again later")
+        if known is None or known.epoch != feed.stream.epoch or known.token < command.token:
+            self._waiting[key] = ReaderAck(feed.name, feed.stream.epoch, command.instance, command.token)
+            self._came.set()
+        return True
+
+    async def run(self) -> None:
+        """Write acks until cancelled. Acks that cannot be written now are tried again after `pace.acks`."""
+        while True:
+            while not self._waiting:
+                self._came = trio.Event()
+                await self._came.wait()
+            await trio.sleep(self._pace.acks)
+            with self._troubles.contain("service", SERVICE, "write"):
+                await self._write_waiting()
+
+    async def _write_waiting(self) -> None:
+        written = dict(self._waiting)
+        await write_in_pieces(list(written.values()), self._write, self._refused)
+        for key, ack in written.items():
+            if self._waiting.get(key) is ack:
+                del self._waiting[key]
+
+    async def _write(self, some: Sequence[ReaderAck]) -> bool:
+        await self._notes.note_acks(some)
+        return True
+
+    def _refused(self, error: DatabaseError) -> None:
+        """Record an ack that Postgres cannot hold; the others are written."""
+        self._troubles.record("service", SERVICE, "ack", error)
+
+
+# The figures of the streams of one daemon: positions, lag, journals, clients that catch up.
+
+
+CATCHUPS = Family("replicad_catchups", GAUGE, "Subscriptions that are being sent old rows.")
+CATCHUPS_WAITING = Family("replicad_catchups_waiting", GAUGE, "Reads of old rows that wait for a connection.")
+CATCHUP_READS = Family("replicad_catchup_reads_total", COUNTER, "Pieces of old rows that were read from Postgres.")
+CATCHUP_ROWS = Family("replicad_catchup_read_rows_total", COUNTER, "Old rows that were read from Postgres.")
+CATCHUP_CACHE = Family("replicad_catchup_cache_bytes", GAUGE, "Memory for old rows that clients share.")
+CATCHUP_CACHE_LIMIT = Family("replicad_catchup_cache_limit_bytes", GAUGE, "The most of it (--catchup-bytes).")
+FAMILIES = (
+    *COLUMNS.families,
+    *(CATCHUPS, CATCHUPS_WAITING, CATCHUP_READS, CATCHUP_ROWS, CATCHUP_CACHE, CATCHUP_CACHE_LIMIT),
+)
+
+
+class StreamFigures:
+    """`Source` for streams. `db`: the pool on which waiting rows are counted."""
+
+    def __init__(self, publisher: Publisher, catchups: Catchups, db: Database, schema: str) -> None:
+        self._publisher = publisher
+        self._catchups = catchups
+        self._db = db
+        self._schema = schema
+        self._rows: dict[str, int | None] = {}  # what the last look has counted
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """`Source.families`."""
+        return FAMILIES
+
+    def samples(self) -> Iterable[Sample]:
+        """`Source.samples`."""
+        for name in list(self._publisher.faulty):
+            yield from state_samples(name, REFUSED)
+        for serving in list(self._publisher.servings.values()):
+            yield from COLUMNS.samples(self.picture(serving))
+        found = self._catchups.statistics()
+        yield CATCHUPS(len(self._catchups.under_way))
+        yield CATCHUPS_WAITING(found.waiting)
+        yield CATCHUP_READS(found.reads)
+        yield CATCHUP_ROWS(found.rows)
+        yield CATCHUP_CACHE(found.bytes)
+        yield CATCHUP_CACHE_LIMIT(self._catchups.limits.cache_bytes)
+
+    def picture(self, serving: Serving) -> StreamPicture:
+        """The picture of one stream, from memory."""
+        now, reading, published = trio.current_time(), serving.reading, serving.published
+        return StreamPicture(
+            stream=serving.stream,
+            state=self.state(serving),
+            problem=self._publisher.why_not_served(serving),
+            position=published,
+            horizon=None if reading is None else reading.position,
+            last_value=None if reading is None else reading.last_value,
+            lag_rows=self._waiting_rows(serving),
+            lag_seconds=serving.lag.seconds(published, now),
+            held_by=None if reading is None else reading.held_by,
+            held_seconds=serving.lag.held_seconds(now),
+            feed=serving.feed,
+        )
+
+    def state(self, serving: Serving) -> str:
+        """One of STATES."""
+        if serving.feed is not None:
+            return SERVED if self._publisher.why_not_served(serving) is None else WAITING
+        return STARTING if serving.obstacle is None else REFUSED
+
+    def _waiting_rows(self, serving: Serving) -> int | None:
+        return 0 if _is_at_the_end(serving) else self._rows.get(serving.name)
+
+    def obstacles(self) -> Iterable[Obstacle]:
+        """`Source.obstacles`."""
+        if not self._publisher.running:
+            yield Obstacle(
+                "service", "publisher", "the streams are not served yet, or are started again after a failure"
+            )
+        if self._publisher.registry_fault is not None:
+            yield Obstacle("service", REGISTRY, f"the registry of streams: {self._publisher.registry_fault}")
+        for name, why in self._publisher.faulty.items():
+            yield Obstacle(KIND, name, f"stream {name} cannot be served: {why}")
+        for name, serving in self._publisher.servings.items():
+            reason = self._publisher.why_not_served(serving)
+            if reason is not None:
+                yield Obstacle(KIND, name, f"stream {name} is {self.state(serving)}: {reason}")
+
+    def details(self) -> Iterable[Detail]:
+        """`Source.details`."""
+        for name, why in self._publisher.faulty.items():
+            yield Detail(KIND, name, {"state": REFUSED, "problem": why})
+        for name, serving in self._publisher.servings.items():
+            yield Detail(KIND, name, COLUMNS.fields(StateView.STATUS, self.picture(serving)))
+
+    def looks(self) -> Sequence[FigureQuery]:
+        """`Source.looks`."""
+        return (FigureQuery("streams", self._count, self._rows.clear),)
+
+    async def _count(self) -> None:
+        """Count the rows that wait. Streams of which nothing can wait are not asked for."""
+        sources = {
+            name: (row_source(serving.stream, schema=self._schema), published)
+            for name, serving in self._publisher.servings.items()
+            if (published := serving.published) is not None
+            and serving.stream.denied is None
+            and not _is_at_the_end(serving)
+        }
+        for name in self._rows.keys() - sources.keys():
+            del self._rows[name]
+        if sources:
+            await count_waiting(Impatient(self._db), sources, self._rows)
+
+
+def _is_at_the_end(serving: Serving) -> bool:
+    """Whether no id is known above the position."""
+    reading, published = serving.reading, serving.published
+    if reading is None or reading.last_value is None or published is None:
+        return False
+    return reading.last_value <= published
 
 
 class StreamService:

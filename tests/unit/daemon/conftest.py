@@ -23,11 +23,10 @@ from replicad.daemon.session import Session
 from replicad.daemon.supervision import keep_running, keep_service
 from replicad.daemon.troubles import Troubles
 from replicad.protocol.states import CloseReason
-from replicad.streams.serving.ack_service import AckService
 from replicad.streams.serving.catchups import CatchupLimits
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
-from replicad.streams.serving.service import StreamService
+from replicad.streams.serving.service import AckService, StreamService
 from replicad.streams.serving.trouble_book import TroubleBook
 from replicad.streams.store import PostgresNotes, PostgresStore
 from tests.vocabulary import EVERY

@@ -13,7 +13,7 @@ import structlog
 import trio
 
 from replicad.cli import app
-from replicad.daemon import daemon, preparing
+from replicad.daemon import daemon
 from replicad.errors import DatabaseRefused, DatabaseUnavailable, ReplicadError
 
 Starts = Callable[..., list[float]]
@@ -35,7 +35,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
                 raise then
             yield
 
-        monkeypatch.setattr(preparing, "open_database", open_database)
+        monkeypatch.setattr(daemon, "open_database", open_database)
         return tries
 
     return make
@@ -46,7 +46,7 @@ async def test_it_waits_until_postgres_answers_and_says_so_now_and_then(
 ) -> None:
     tries = starts(after=25)
     with structlog.testing.capture_logs() as events:
-        await preparing.Patience(60).wait_for_database("postgresql://x")
+        await daemon.Patience(60).wait_for_database("postgresql://x")
     assert 25 <= trio.current_time() - tries[0] <= 27
     assert max(b - a for a, b in itertools.pairwise(tries)) <= 2, "it is noticed soon"
     assert [one["event"] for one in events] == ["waiting_for_database"] * 3
@@ -56,14 +56,14 @@ async def test_it_waits_until_postgres_answers_and_says_so_now_and_then(
 async def test_it_ends_in_time_with_the_reason(starts: Starts, autojump_clock: trio.testing.MockClock) -> None:
     tries = starts(after=1000)
     with pytest.raises(DatabaseUnavailable, match=r"no Postgres answers \(waited 60 s: --wait-for-database\)"):
-        await preparing.Patience(60).wait_for_database("postgresql://x")
+        await daemon.Patience(60).wait_for_database("postgresql://x")
     assert trio.current_time() - tries[0] <= 60
 
 
 async def test_a_refusal_ends_it_at_once(starts: Starts, autojump_clock: trio.testing.MockClock) -> None:
     tries = starts(after=3, then=DatabaseRefused("wrong password"))
     with pytest.raises(DatabaseRefused, match="wrong password"):
-        await preparing.Patience(60).wait_for_database("postgresql://x")
+        await daemon.Patience(60).wait_for_database("postgresql://x")
     assert trio.current_time() - tries[0] < 6
 
 
@@ -78,7 +78,7 @@ async def test_a_signal_ends_the_wait(starts: Starts, autojump_clock: trio.testi
             await trio.sleep(7)
             stop.set()
 
-        assert not await daemon._unless(stop, partial(preparing.Patience(3600).wait_for_database, "postgresql://x"))
+        assert not await daemon._unless(stop, partial(daemon.Patience(3600).wait_for_database, "postgresql://x"))
     assert trio.current_time() - began == pytest.approx(7)
 
 

@@ -78,7 +78,7 @@ class Ledger:
         self._later: dict[Row, tuple[IdQueue, _Seqs]] = {}  # touched again while they are busy
         self._borrowed: set[Row] = set()
         self._open: dict[int, _OpenPod] = {}  # by seq, in the order of `add`
-        self._finished: list[int] = []
+        self._finished: dict[int, None] = {}
         self._sizes = 0  # bytes of the ids that wait or are busy
 
     @property
@@ -219,12 +219,12 @@ class Ledger:
 
     def _close(self, seq: int) -> None:
         del self._open[seq]
-        self._finished.append(seq)
+        self._finished[seq] = None
 
     def take_finished(self) -> list[int]:
         """The seqs of the pods that are done since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
+        finished, self._finished = self._finished, {}
+        return list(finished)
 
 
 def _joined(first: _Seqs, second: _Seqs) -> tuple[int, ...]:

@@ -151,7 +151,8 @@ _ANSWERS = frozenset(kind.ANSWER for kind in VOCABULARY if kind.ANSWER) - _FOLLO
 class PodBounds(TypedDict, total=False):
     """PodBounds of an answer to PODS: pods, ids, backfill pods; and seconds to wait if there are none.
 
-    `ready`: do not wait; the daemon sends READY within that time (see `trio_client.when_ready`).
+    `ready`: do not wait; the daemon sends READY within that time (see `trio_client.when_ready`). `early`: also pods
+    that a cursor cannot pass yet, because an earlier transaction is open, but not the pods with these seqs (0: none).
     """
 
     limit: int | None
@@ -159,6 +160,7 @@ class PodBounds(TypedDict, total=False):
     backfill: int | None
     wait: float | None
     ready: bool
+    early: tuple[int, ...] | None
 
 
 class Extent(PodBounds, total=False):

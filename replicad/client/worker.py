@@ -144,6 +144,7 @@ READ_PODS = 1000  # in one answer
 READ_IDS = 10_000  # in one answer, about: adding them to the ledger takes 10 ms, in which nothing else runs
 LOG_INTERVAL = 1.0  # seconds between two entries of the log about failed calls: a burst of poison fails thousands
 PARKED_AT_ONCE = 100  # ids, after which their pods are acked
+EARLY_MOST = 500  # pods above the tube's position that were read and not acked: PODS lists them in its line
 BACKFILL_SHARE = 0.5  # of the memory: the rest is for live pods
 
 
@@ -178,6 +179,8 @@ class Partition:
         )
         self._attempts = Attempts(client, work.tube, part)
         self._cursor = START
+        self._early: set[int] = set()  # seqs above the cursor that were read and not acked
+        self._left_early = False  # the last read asked for none above the position: too many were read
         self._one_by_one = 0  # pods to read alone, because a read of several has failed
         self._failed_reads = 0  # of the next pod
         self._stirred = trio.Event()  # set when a batch has ended, or pods have come; then replaced
@@ -226,9 +229,9 @@ class Partition:
             await self._ack()
             if (end := self._ends.pop(self._ledger.oldest or 0, None)) is not None:
                 nursery.start_soon(self._collect, *end)
-            self._begin_calls(nursery)
+            await self._begin_calls(nursery)
             came = await self._read() if self._wants_pods() else 0
-            self._begin_calls(nursery)
+            await self._begin_calls(nursery)
             if not came:
                 with trio.move_on_at(min(self._triage.due(), self._read_due())):
                     await self._stirred.wait()
@@ -241,9 +244,10 @@ class Partition:
         triage.most = careful if attempts.careful else settings.batch_ids
         triage.is_suspect = (lambda touch: attempts.is_suspect(row_key(touch))) if attempts.careful else None
 
-    def _begin_calls(self, nursery: trio.Nursery) -> None:
+    async def _begin_calls(self, nursery: trio.Nursery) -> None:
         while (trial := self._triage.next(trio.current_time())) is not None:
             nursery.start_soon(self._process, trial)
+            await trio.lowlevel.checkpoint()  # so that the oldest ids begin first: trio runs new tasks in any order
 
     # --- pods ---
 
@@ -271,6 +275,9 @@ class Partition:
         self._left_backfill = only_live and not settings.exclude_backfill
         ids = max(1, min(READ_IDS, self._room(1.0 if only_live else BACKFILL_SHARE) // ROW_BYTES))
         backfill = 0 if only_live else None
+        early = tuple(sorted(self._early)) or (0,)
+        self._left_early = len(early) > EARLY_MOST
+        only_final = self._left_early or self._one_by_one  # the plan of a pod that cannot be read has no early pods
         try:
             found = await self._client.pods(
                 self._tube,
@@ -282,6 +289,7 @@ class Partition:
                 backfill=backfill,
                 wait=settings.poll,
                 ready=True,
+                early=None if only_final else early,
             )
         except (RemoteProtocolError, RemoteError) as error:  # a pod that is too long, or is no pod
             await self._skip_unreadable(error, alone=limit == 1)
@@ -294,9 +302,16 @@ class Partition:
             self._set_care()
         if not found and not self._ready:
             self._read_at = trio.current_time() + settings.poll
+        came = 0
         for pod in found:
-            self._take(pod)
-        return len(found)
+            if pod.seq > (self._cursor.backfill if pod.op == "B" else self._cursor.regular):
+                self._early.add(pod.seq)
+            else:
+                self._early.discard(pod.seq)
+            if not self._ledger.has(pod.seq):  # else it was read early
+                self._take(pod)
+                came += 1
+        return came
 
     def _read_soon(self) -> None:
         """READY came, or the connection has ended."""
@@ -389,6 +404,9 @@ class Partition:
         if finished := self._ledger.take_finished():
             acked = await self._client.ack(self._tube, self.part, self._lease.term, finished)
             self._counts.acked_pods += acked
+            self._early.difference_update(finished)
+            if self._left_early and len(self._early) <= EARLY_MOST // 2:
+                self._read_at, self._left_early = 0.0, False
 
     # --- garbage ---
 

@@ -204,7 +204,9 @@ class Pods(Command):
     there are none, the server waits up to `wait` seconds. With `upto`: exactly the pods of (after, upto], for a replay.
     `plan=1`: the CURSOR alone, no pods. `encoding=arrow`: blocks instead of RDATA lines, each announced by ARROW;
     `payload=1` adds the payloads, which lines always have. `ready=1`: the answer comes at once; if there are no pods,
-    READY is sent when there are some, within `wait`.
+    READY is sent when there are some, within `wait`. `early=seq,seq,...`: also pods above the tube's position, which
+    CURSOR counts and does not pass, but not the pods with these seqs, which the reader has (0: none). Control pods are
+    not among them.
     """
 
     tube: str = word("tube")
@@ -220,11 +222,14 @@ class Pods(Command):
     encoding: str | None = option("lines|arrow", one_of(*ENCODINGS), default=None)
     payload: bool = option("1", FLAG, default=False)
     ready: bool = option("1", FLAG, default=False)
+    early: Sequence[int] | None = option("seq,seq,...", INTEGERS, default=None)
 
     def check(self) -> None:
         """`Command.check`."""
         if self.ready and not self.wait:
             raise bad(self.NAME, _READY_WAITS)
+        if self.early is not None and (self.plan or self.encoding == ARROW or self.upto is not None):
+            raise bad(self.NAME, "early is for lines, and excludes plan, encoding=arrow and upto")
         if self.payload and self.encoding != ARROW:
             raise bad(self.NAME, "payload needs encoding=arrow; lines always have payloads")
         if self.plan and self.encoding is not None:

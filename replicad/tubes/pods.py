@@ -2,8 +2,9 @@
 
 Few and small pods are read in one statement instead: a worker that waits gets nearly all of its pods so.
 
-The caller passes the tube's position (docs/positions.md), and nothing above it is read: above it a transaction that
-commits late can still add a pod with a lower seq, which would be skipped.
+The caller passes the tube's position (docs/positions.md), and no cursor goes above it: above it a transaction that
+commits late can still add a pod with a lower seq, which would be skipped. `early` reads pods above the position, for
+readers that keep their seqs.
 
 `LowMarks` tells Postgres, after so many acks of a partition, from where reads of it may begin. Acked pods stay in the
 index until VACUUM removes them, and a transaction with an old snapshot can prevent that for hours. A read from the
@@ -34,6 +35,8 @@ NEXT_BYTES = 2 << 20  # read at a time, once that has happened, by the size of t
 COPY_SECONDS = 0.5  # of one COPY: it holds a snapshot
 LOOK = 1.0  # seconds between two looks at the lease while the reader is waited for
 FEW_PODS = 32  # that are read without a plan; more than that are soon worth a plan and a COPY
+EARLY_PODS = 256  # above the position in one answer: up to a page of Postgres each
+EARLY_SEEN = 2000  # pods above the position that are compared with the pods that readers have
 FEW_BYTES = 64 << 10  # of their ids and payloads as Postgres stores them
 
 RenewLease = Callable[[], Awaitable[None]]  # renews the lease when it is time
@@ -102,13 +105,16 @@ class PodBook:
         self._schema = schema
         self._low = LowMarks(ack_db, schema)
         self._short: dict[tuple[str, int], str] = {}  # statements by tube and number of partitions
+        self._early: dict[tuple[str, int], str] = {}
 
     async def tubes(self) -> list[TubeInfo]:
         """All tubes, by name. A fault of one does not hide the others."""
         found = await load_tubes(self._db, self._schema)
         present = {tube.name: tube.partitions for tube in found}
         self._low.keep_only(present)
-        self._short = {key: text for key, text in self._short.items() if present.get(key[0]) == key[1]}
+        for statements in (self._short, self._early):
+            for key in [key for key in statements if present.get(key[0]) != key[1]]:
+                del statements[key]
         return found
 
     async def shards_between(self, tube: str, after: int, upto: int) -> dict[int, int]:
@@ -174,6 +180,28 @@ class PodBook:
             return None
         cursor = Cursor(last.get(False, after.regular), last.get(True, after.backfill))
         return CursorAt(tube, part, cursor, len(rows)), "".join([f"{row['line']}\n" for row in rows]).encode()
+
+    async def early(
+        self, tube: str, part: Part, term: int, but: Sequence[int], bounds: PodReadBounds
+    ) -> tuple[int, int, bytes]:
+        """Pods above the position, but not these: how many, the highest seq, and their lines. None without a lease."""
+        if (text := self._early.get((tube, part.partitions))) is None:
+            text = await call_value(self._db, self._schema, "tube_early_sql", tube, part.partitions)
+            self._early[tube, part.partitions] = text
+        most, backfill = min(bounds.limit, EARLY_PODS), bounds.backfill != 0
+        rows = await self._bulk_db.fetch(
+            text, part.partition, term, bounds.position, list(but), most, backfill, bounds.generation
+        )
+        found = [row for row in rows if row["seq"] is not None]
+        highest = max((row["seq"] for row in found), default=0)
+        return len(found), highest, "".join([f"{row['line']}\n" for row in found]).encode()
+
+    async def seqs_above(self, tube: str, position: int) -> list[tuple[int, int]]:
+        """The seqs above the position and their shards, at most EARLY_SEEN of them, the newest first."""
+        rows = await self._db.fetch(
+            f"SELECT seq, shard FROM {self._table(tube)} WHERE seq > $1 ORDER BY seq DESC LIMIT {EARLY_SEEN}", position
+        )
+        return [(row["seq"], row["shard"]) for row in rows]
 
     async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int:
         """Send the pods of a span as RDATA lines to `sink`, in chunks cut at line ends; returns how many.

@@ -260,7 +260,9 @@ class KnownTubes:
             self._fork = reading.fork.reason
             self._fork_found.set()
         elif reading.position is not None:
-            self._waiters.note_position(tube, reading.position)
+            self._waiters.note_position(tube, reading.position, reading.last_value)
+        elif reading.refused is None and tube not in self._refused:
+            self._waiters.note_unknown(tube, reading.last_value)
 
 
 def _broken(tube: str, fault: str) -> TubeRefused:

@@ -202,6 +202,11 @@ class Planned:
     lines: bytes = b""
 
 
+def _early_of(command: Pods) -> frozenset[int] | None:
+    """The seqs above the position that the reader has; None if it wants none of those."""
+    return None if command.early is None else frozenset(seq for piece in pieces_of(command.early) for seq in piece)
+
+
 class PodReads:
     """The reads of all clients."""
 
@@ -257,7 +262,10 @@ class PodReads:
         """The plan; if it has no pods, READY follows."""
         tube, part, after = command.tube, command.part, command.after
         read_to = self._read_to(command)
-        self._readiness.want_pods(peer, tube, part, until, read_to)  # first: pods may come while it is planned
+        early = _early_of(command)
+        self._readiness.want_pods(
+            peer, tube, part, until, read_to, early=early
+        )  # first: pods may come while it is planned
         if read_to is not None:
             return Planned(CursorAt(tube, part, after, 0))
         wanted = False
@@ -272,7 +280,7 @@ class PodReads:
     async def _plan_or_wait(self, command: Pods, until: float) -> Planned:
         tube, part, term = command.tube, command.part, command.term
         came = trio.Event()
-        waiter = PodWaiter(tube, part, came.set, self._read_to(command))
+        waiter = PodWaiter(tube, part, came.set, self._read_to(command), _early_of(command))
         with self._waiters.waiting(waiter), self._renewals.waiting(tube, term):
             if waiter.read_to is not None:
                 with trio.move_on_at(min(until, trio.current_time() + JUST_NOW, self._renewals.due(tube, term))):
@@ -306,18 +314,37 @@ class PodReads:
         position = await self._waiters.position(tube)
         # read without a pause after the position, so that both are of one generation
         bounds = PodReadBounds(position, limit, command.ids, command.backfill, self._known.generation_id)
-        as_lines = not command.plan and command.encoding != ARROW
-        if as_lines and part.partitions == self._known.partitions(tube):
+        as_lines = not command.plan and command.encoding != ARROW and part.partitions == self._known.partitions(tube)
+        short = None
+        if as_lines:
             try:
                 short = await self._pods.short(tube, part, term, after, bounds)
             except DatabaseUnavailable:
                 raise
             except DatabaseError:  # the plan raises the right error
-                short = None
-            if short is not None:
-                self._waiters.note_end(tube, part, term, short[0].cursor, bounds.position)
-                return Planned(*short)
-        return Planned(await self._pods.plan(tube, part, term, after, bounds))
+                pass
+        if short is not None:
+            self._waiters.note_end(tube, part, term, short[0].cursor, bounds.position)
+            planned = Planned(*short)
+        else:
+            planned = Planned(await self._pods.plan(tube, part, term, after, bounds))
+        if command.early is None or not as_lines or (planned.at.pods and short is None):
+            return planned
+        return await self._add_early(command, bounds, planned)
+
+    async def _add_early(self, command: Pods, bounds: PodReadBounds, planned: Planned) -> Planned:
+        """The plan, which has all pods up to the position or is at the limit, and pods above the position."""
+        assert command.early is not None
+        left = bounds.limit - planned.at.pods
+        if left <= 0:
+            return planned
+        but = [seq for piece in pieces_of(command.early) for seq in piece]
+        count, highest, lines = await self._pods.early(
+            command.tube, command.part, command.term, but, replace(bounds, limit=left)
+        )
+        if count:
+            self._known.note_served(command.tube, Cursor(highest, 0))
+        return Planned(replace(planned.at, pods=planned.at.pods + count), planned.lines + lines)
 
 
 class TubeRequests:

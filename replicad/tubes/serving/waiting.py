@@ -128,6 +128,9 @@ class ClaimWaiters:
             claimant.wake()
 
 
+EARLY_FIRST = 0.004  # seconds between two looks for pods above a position that is held back; each takes 0.3 ms
+EARLY_GROWTH = 1.2  # of that pause while no seq is given out
+EARLY_LONGEST = 0.05
 JUST_NOW = 1.0  # seconds since a partition was read to the end; the loss of a lease is noticed at the latest after them
 
 
@@ -136,13 +139,15 @@ class PodWaiter:
     """A waiting request. `wake` is called when the request should be tried again.
 
     `read_to`: the position up to which its partition was read; a pod above it wakes the request. None: the request
-    sends its own query after it was added.
+    sends its own query after it was added. `early`: a pod above the tube's position wakes it too, if it has none of
+    these seqs.
     """
 
     tube: str
     part: Part
     wake: Callable[[], None]
     read_to: int | None = None
+    early: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,21 +175,34 @@ class PodWaiters:
         self._looking: set[str] = set()  # tubes for which `_look` runs
         self._failing: set[str] = set()  # tubes whose last query failed
         self._behind: set[str] = set()  # tubes with a waiting request that was read less far than `_seen`
+        self._last_values: dict[str, int] = {}  # the last seqs of tubes whose position is held back below it
+        self._looking_early: set[str] = set()  # tubes for which `_look_early` runs
         self._ends: dict[str, dict[Part, _End]] = {}  # by tube
 
-    def note_position(self, tube: str, position: int) -> None:
-        """Take a tube's position from the poller."""
+    def note_position(self, tube: str, position: int, last_value: int | None = None) -> None:
+        """Take a tube's position from the poller, and the last seq that was given out."""
+        if last_value is None or last_value <= position:
+            self._last_values.pop(tube, None)
+        elif self._last_values.get(tube) != last_value:
+            self._last_values[tube] = last_value
+            self._moved.set()
         if self._positions.get(tube) != position:
             self._positions[tube] = position
             self._moved.set()
             self._arrived.set()
             self._arrived = trio.Event()
 
+    def note_unknown(self, tube: str, last_value: int | None) -> None:
+        """There is no position, because transactions from before the first poll are open: only early pods are sent."""
+        if tube not in self._positions and last_value is not None:
+            self.note_position(tube, 0, last_value)
+
     def forget(self, tube: str) -> None:
         """The tube was dropped or replaced: forget its position."""
         self._positions.pop(tube, None)
         self._seen.pop(tube, None)
         self._ends.pop(tube, None)
+        self._last_values.pop(tube, None)
         self._behind.discard(tube)
         self._failing.discard(tube)
         self._troubles.end("tube", tube, "wake")
@@ -228,6 +246,8 @@ class PodWaiters:
     def add(self, waiter: PodWaiter) -> None:
         """Wake this request from now on."""
         self._waiting.add(waiter)
+        if waiter.early is not None and waiter.tube in self._last_values and waiter.tube not in self._looking_early:
+            self._moved.set()
         if waiter.read_to is not None and waiter.read_to < self._seen.get(waiter.tube, waiter.read_to):
             self._behind.add(waiter.tube)
             self._moved.set()
@@ -247,6 +267,7 @@ class PodWaiters:
 
     async def run(self) -> None:
         """Wake requests whose partitions got pods, until cancelled."""
+        self._looking_early.clear()
         self._looking.clear()  # the tasks of an earlier run have ended with it
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look_again)
@@ -254,6 +275,10 @@ class PodWaiters:
                 await self._moved.wait()
                 self._moved = trio.Event()
                 awaited = {waiter.tube for waiter in self._waiting}
+                for tube in {waiter.tube for waiter in self._waiting if waiter.early is not None}:
+                    if tube in self._last_values and tube not in self._looking_early:
+                        self._looking_early.add(tube)
+                        nursery.start_soon(self._look_early, tube)
                 for tube, position in self._positions.items():
                     if tube in self._looking or not self._has_moved(tube, position):
                         continue
@@ -276,6 +301,38 @@ class PodWaiters:
                 await self._wake_partitions(tube, before, position)
         finally:
             self._looking.discard(tube)
+
+    async def _look_early(self, tube: str) -> None:
+        """Look for pods above the position while it is held back and requests wait for them.
+
+        A transaction that commits above the position changes neither the position nor the sequence, so the looks are
+        repeated: every EARLY_FIRST seconds while new seqs are given out, then more rarely.
+        """
+        pause, before = EARLY_FIRST, None
+        try:
+            while tube in self._last_values and any(
+                one.tube == tube and one.early is not None for one in self._waiting
+            ):
+                last_value = self._last_values[tube]
+                pause = EARLY_FIRST if last_value != before else min(pause * EARLY_GROWTH, EARLY_LONGEST)
+                before = last_value
+                await self._wake_early(tube)
+                await trio.sleep(pause)
+        finally:
+            self._looking_early.discard(tube)
+
+    async def _wake_early(self, tube: str) -> None:
+        """Wake the requests whose partition has pods above the position that they do not have."""
+        position = self._positions.get(tube)
+        if position is None:
+            return
+        found: list[tuple[int, int]] = []
+        with self._troubles.contain("tube", tube, "wake"), trio.move_on_after(self._pace.waking):
+            found = await self._pods.seqs_above(tube, position)
+        for waiter in [one for one in self._waiting if one.tube == tube and one.early is not None]:
+            part, has = waiter.part, waiter.early or ()
+            if any(shard % part.partitions == part.partition and seq not in has for seq, shard in found):
+                waiter.wake()
 
     async def _wake_partitions(self, tube: str, before: int, upto: int) -> None:
         """Wake the requests whose partition has pods up to `upto`, and above `before` or the request's `read_to`."""
@@ -350,9 +407,18 @@ class Readiness:
         self._claim_waiters = claim_waiters
         self._wanted: dict[int, dict[_Place, _Entry]] = {}  # by the number of the client's connection
 
-    def want_pods(self, peer: Session, tube: str, part: Part, until: float, read_to: int | None) -> None:
-        """Send READY when the partition gets pods. `read_to`: as in `PodWaiter`."""
-        waiter = PodWaiter(tube, part, partial(self._send, peer, tube, part), read_to)
+    def want_pods(
+        self,
+        peer: Session,
+        tube: str,
+        part: Part,
+        until: float,
+        read_to: int | None,
+        *,
+        early: frozenset[int] | None = None,
+    ) -> None:
+        """Send READY when the partition gets pods. `read_to`, `early`: as in `PodWaiter`."""
+        waiter = PodWaiter(tube, part, partial(self._send, peer, tube, part), read_to, early)
         self._waiters.add(waiter)
         self._put(peer, (tube, part), _Entry(until, partial(self._waiters.remove, waiter)))
 

@@ -309,6 +309,41 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         tube_relation('tube_generation_valid'))
 $$;
 
+-- tube_early_sql(tube, partitions): the statement, to be prepared, that reads pods of a partition of the tube above its
+-- position: a row for each with its seq and finished line, regular pods first, each priority by seq. Its parameters: the
+-- partition, the term, the position, seqs to leave out, the most pods, whether to read backfill pods, the generation. One
+-- row without a pod: there is none. No row: the term does not hold the partition, or the tube has another number of
+-- partitions. Writes nothing.
+--
+-- Above the position a pod with a lower seq can still appear, so a cursor must not move over these pods: their reader
+-- keeps their seqs. Control pods are left out, because they say that the pods before them were read.
+CREATE OR REPLACE FUNCTION tube_early_sql(tube text, partitions integer) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT format($sql$
+        SELECT pods.backfill, pods.seq, %5$s AS line
+        FROM (
+            SELECT FROM %1$s AS l WHERE l.tube = %3$L AND l.term = $2::bigint
+                AND l.generation = (SELECT %7$s()) AND l.generation = coalesce($7::text, l.generation)
+                AND %4$s %% l.partitions = 0 AND $1::integer %% l.partitions = l.partition
+                AND EXISTS (SELECT FROM %2$s AS r WHERE r.tube = %3$L AND r.partitions = %4$s)
+        ) AS fence
+        LEFT JOIN LATERAL (%6$s LIMIT $5::integer) AS pods ON true
+        ORDER BY pods.backfill, pods.seq$sql$,
+        tube_relation('tube_lease'), tube_relation('tube_registry'), tube, partitions,
+        tube_line_sql(tube, partitions, '$1::integer'),
+        (SELECT string_agg(format($sql$(
+                SELECT %1$L::boolean AS backfill, seq, op, shard, ids, ts, payload
+                FROM %2$s
+                WHERE (shard %% %3$s) = $1::integer AND (op = 'B')::integer = %4$s AND seq > $3::bigint
+                    AND cardinality(ids) > 0 AND seq <> ALL ($4::bigint[])%5$s
+                ORDER BY seq LIMIT $5::integer)$sql$,
+            half.backfill, tube_relation(tube), partitions, half.backfill::integer,
+            CASE WHEN half.backfill THEN ' AND $6::boolean' END),
+            ' UNION ALL ' ORDER BY half.backfill)
+        FROM (VALUES (false), (true)) AS half (backfill)),
+        tube_relation('tube_generation_valid'))
+$$;
+
 -- tube_columns_sql(tube, partitions, partition, term, backfill, after, upto, payload): the statement that returns the
 -- next pods of one priority in (after, upto] with seq > $1, by seq, packed into columns: up to 16 rows of at most $2
 -- pods each, and no row if there is no pod.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from replicad.client.requests import Pod, PodAnswer, PodBatch
     from replicad.client.trio_client import TrioClient, TrioFollower, open_client
     from replicad.client.worker import Batch, Worker, WorkerSettings, WorkerStatistics
+    from replicad.client.worker_history import TubeFork
 
 __all__ = [
     "Batch",
@@ -50,6 +51,7 @@ __all__ = [
     "Touch",
     "TrioClient",
     "TrioFollower",
+    "TubeFork",
     "Worker",
     "WorkerSettings",
     "WorkerStatistics",
@@ -79,5 +81,6 @@ __getattr__ = exported(
         **dict.fromkeys(("Pod", "PodAnswer", "PodBatch"), "requests"),
         **dict.fromkeys(("TrioClient", "TrioFollower", "open_client"), "trio_client"),
         **dict.fromkeys(("Batch", "Worker", "WorkerSettings", "WorkerStatistics"), "worker"),
+        "TubeFork": "worker_history",
     },
 )

@@ -199,6 +199,41 @@ def test_a_table_is_attached_by_its_primary_key_or_by_a_named_one(run: Run, data
     assert "tubes attach films public.film --shard 1 --key code," in state
 
 
+def test_a_tube_of_texts_takes_any_keys_from_the_command_line(
+    run: Run, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    psql(
+        database_url,
+        "CREATE TABLE casts (actor text, film integer, PRIMARY KEY (actor, film));"
+        "CREATE TABLE docs (id uuid PRIMARY KEY); CREATE TABLE film (film_id integer PRIMARY KEY)",
+    )
+    run("tubes", "create", "all", "--keys", "text")
+    for shard, table in enumerate(("film", "docs", "casts")):
+        run("tubes", "attach", "all", table, "--shard", str(shard))
+    assert [row["key"] for row in run("tubes", "list", "--json")] == [["film_id"], ["id"], ["actor", "film"]]
+    run("tubes", "attach", "all", "casts", "--shard", "2", "--key", "film,actor")
+    psql(database_url, "INSERT INTO casts VALUES ('a b', 1)")
+    assert run("tubes", "touch", "all", "--shard", "2", "one, two", '["1", "x"]') == "2 ids in 1 pods\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("a,b\nc d\n"))
+    assert run("tubes", "touch", "all", "--shard", "2", "-") == "2 ids in 1 pods\n"
+    pods = psql(database_url, 'SELECT to_json(ids) FROM tube."all" ORDER BY seq')
+    assert [json.loads(line) for line in pods.splitlines()] == [
+        ['["1", "a b"]'], ["one, two", '["1", "x"]'], ["a,b", "c d"]]  # fmt: skip
+    psql(
+        database_url,
+        "SELECT tube.tube_park('all', 1, 0, (tube.tube_lease_claim('all', 1, 0, 'w', '1 h', '{}')).term,"
+        " (SELECT min(seq) + 1 FROM tube.\"all\"), '{\"one, two\"}', 3, 'no')",
+    )
+    assert [row["ids"] for row in run("tubes", "parked", "list", "all", "--json")] == [["one, two"]]
+    assert "one, two" in run("tubes", "parked", "list", "all")
+    assert run("tubes", "parked", "replay", "all", "--all") == "1 put back\n"
+    assert psql(database_url, 'SELECT ids[1] FROM tube."all" ORDER BY seq DESC LIMIT 1').strip() == "one, two"
+    run("tubes", "create", "numbers")
+    run("tubes", "attach", "numbers", "film", "--shard", "0")
+    assert "'x' is not an id" in run("tubes", "touch", "numbers", "--shard", "0", "x", status=2)
+    assert "--keys text" in run("tubes", "attach", "numbers", "docs", "--shard", "1", status=7)
+
+
 def test_ids_are_touched_from_arguments_stdin_and_queries(
     run: Run, database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

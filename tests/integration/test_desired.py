@@ -113,6 +113,49 @@ def run(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     return run_words
 
 
+KEYS = """
+[tubes.numbers.tables.film]
+shard = 0
+[tubes.codes.tables.film]
+shard = 1
+[tubes.texts.tables.film]
+shard = 1
+[tubes.texts.tables.docs]
+shard = 2
+[tubes.texts.tables.casts]
+shard = 3
+key = ["film", "actor"]
+[tubes.wide]
+keys = "text"
+"""
+
+
+def test_keys_of_tables_and_tubes_are_planned_applied_and_exported(run: Run, database_url: str, tmp_path: Path) -> None:
+    psql(
+        database_url,
+        "CREATE TABLE film (film_id integer PRIMARY KEY, code integer UNIQUE); CREATE TABLE docs (id uuid PRIMARY KEY);"
+        "CREATE TABLE casts (actor text, film integer, PRIMARY KEY (actor, film))",
+    )
+    file = tmp_path / "replicad.toml"
+    file.write_text(KEYS)
+    assert 'tables.public.casts: shard = 3, key = ["film", "actor"]' in run("plan", str(file), status=2)
+    run("apply", str(file))
+    assert run("plan", str(file)) == "the database is as the file says\n"
+    kinds = psql(database_url, "SELECT DISTINCT tube, keys FROM tube.tube_list() ORDER BY 1").split()
+    assert kinds == ["codes|bigint", "numbers|bigint", "texts|text", "wide|text"]
+    exported = run("export")
+    assert 'key = ["film", "actor"]' in exported
+    assert exported.count("key = ") == 1
+    assert exported.count('keys = "text"') == 1, "of the tube whose tables do not say it"
+    file.write_text(KEYS.replace('key = ["film", "actor"]\n', ""))
+    assert 'tables.public.casts: key: ["film", "actor"] -> ' in run("plan", str(file), status=2)
+    run("apply", str(file))
+    assert run("plan", str(file)) == "the database is as the file says\n"
+    assert psql(database_url, "SELECT key FROM tube.tube_list('casts')").strip() == "{actor,film}"
+    file.write_text(KEYS + '[tubes.numbers]\nkeys = "text"\n')
+    assert "the ids of a tube keep their kind" in run("plan", str(file), status=2)
+
+
 def test_a_file_is_planned_applied_and_exported(run: Run, database_url: str, tmp_path: Path) -> None:
     file = tmp_path / "replicad.toml"
     file.write_text(FILE)

@@ -44,7 +44,7 @@ RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT tube_noted_sql(tube, format($sql$
         INSERT INTO %1$s (op, shard, ids)
-        SELECT %2$s, TG_ARGV[0]::integer, cut.ids[cut.k:cut.k + %7$s - 1]
+        SELECT %2$s, TG_ARGV[0]::integer, cut.ids[cut.k:cut.k + %8$s]
         FROM (
             SELECT many.ids, generate_series(1, cardinality(many.ids), %7$s) AS k
             FROM (SELECT ARRAY(%3$s LIMIT 1000001) AS ids%4$s OFFSET 0) AS many
@@ -55,7 +55,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         END IF;
     $sql$, tube_relation(tube), op, rows,
         ', ARRAY(' || rows_before || ' LIMIT 1000001) AS ids_before',
-        CASE WHEN rows_before IS NOT NULL THEN ' AND many.ids = many.ids_before' END, touched, size))
+        CASE WHEN rows_before IS NOT NULL THEN ' AND many.ids = many.ids_before' END, touched, size, size - 1))
 $$;
 
 -- tube_trigger_body(tube, key, kind, predicate, routing): the source of the trigger function that inserts pods for the rows

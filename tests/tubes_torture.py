@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -139,8 +140,7 @@ class Run:
                 await self._take(step, db, down)
             for writer in writers:
                 writer.stop.set()
-        for (gid,) in await db.fetch("SELECT gid FROM pg_prepared_xacts"):  # of writers whose server went away
-            await db.execute(f"ROLLBACK PREPARED '{gid}'")
+        await _end_prepared(db, older="0 s")
         await down.execute("DELETE FROM down.poison")
         if not pure:
             await _backfill(db)
@@ -239,9 +239,18 @@ async def _change(db: Database, query: str) -> None:
                     await connection.execute("SET lock_timeout = '400ms'")
                     await connection.execute(query)
             except DatabaseError:
+                await _end_prepared(db, older="3 s")
                 await trio.sleep(0.2)
             else:
                 return
+
+
+async def _end_prepared(db: Database, *, older: str) -> None:
+    """Roll back transactions that were prepared by writers whose server went away."""
+    query = "SELECT gid FROM pg_prepared_xacts WHERE prepared < clock_timestamp() - $1::text::interval"
+    with suppress(DatabaseError):  # the server may be away, or a writer ends the transaction itself
+        for (gid,) in await db.fetch(query, older):
+            await db.execute(f"ROLLBACK PREPARED '{gid}'")
 
 
 async def _drained(db: Database) -> bool:

@@ -98,8 +98,11 @@ class HistoryBook:
         return {tube: "; ".join(texts[:MOST_TEXTS] + _more(len(texts))) for tube, texts in found.items()}
 
     async def check_triggers(self) -> None:
-        """Note which attached tables have triggers that are off, or were off since the last look of any daemon."""
+        """Note which attached tables have triggers that are off, or were off since the last look of any daemon, and of
+        which partitions were dropped or detached.
+        """
         await call_value(self._db, self._schema, "tube_triggers_check")
+        await call_value(self._db, self._schema, "tube_partitions_check")
 
     async def note(self, generation: str, positions: Mapping[str, int]) -> None:
         """Note positions that were read in that generation. Raises LeaseLost: it is not the present one any more."""
@@ -128,6 +131,11 @@ def _missing_text(row: Any) -> str:
         return (
             f"the triggers of the tube on {row['tbl']} were off or were replaced (noticed from {since} to {until}), "
             f"and changes of the table in that time may not be recorded. They are on now. Run a backfill: {remedy}"
+        )
+    if row["cause"] == "partitions":
+        return (
+            f"partitions of {row['tbl']} were dropped or detached (noticed from {since} to {until}). Their rows left "
+            f"without touches, so downstreams still have them. Run a backfill; then readers delete them: {remedy}"
         )
     which = "since then" if row["upto"] is None else f"with a seq from {row['after'] + 1} to {row['upto']}"
     return (

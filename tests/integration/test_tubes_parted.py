@@ -113,3 +113,39 @@ async def test_a_look_tells_no_fault_while_somebody_only_locks_the_table(tubes: 
         await trio.sleep(2.5)  # some looks
         assert daemon.troubles.why("tube", "bad") is None
         await other.execute("ROLLBACK")
+
+
+GONE = {
+    "dropped": "DROP TABLE p1",
+    "detached": "ALTER TABLE p DETACH PARTITION p1",
+    "a partition of a partition": "DROP TABLE p2a",
+    "no heir any more": "ALTER TABLE heir NO INHERIT bad_rows",
+}
+
+
+@pytest.mark.parametrize("how", GONE)
+async def test_rows_that_left_with_their_partition_are_a_trouble_until_the_table_is_backfilled(
+    tubes: Database, daemon: Daemon, database_url: str, how: str
+) -> None:
+    await tubes.execute(
+        "CREATE TABLE p (id bigint, v integer) PARTITION BY RANGE (id);"
+        "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (9);"
+        "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (9) TO (99) PARTITION BY RANGE (id);"
+        "CREATE TABLE p2a PARTITION OF p2 FOR VALUES FROM (9) TO (50);"
+        "CREATE TABLE heir () INHERITS (bad_rows);"
+        "SELECT tube.tube_table_ensure_attached('bad', 'p', 7), tube.tube_table_ensure_attached('bad', 'bad_rows', 0);"
+        "INSERT INTO p VALUES (1, 1), (10, 1); INSERT INTO heir VALUES (8000)"
+    )
+    await trio.sleep(1.5)
+    assert daemon.troubles.why("tube", "bad") is None
+    await tubes.execute(GONE[how])
+    reason = await told(daemon)
+    table, shards = ("public.bad_rows", "0") if how == "no heir any more" else ("public.p", "7")
+    assert f"partitions of {table} were dropped or detached" in reason
+    command = reason[reason.index("replicad tubes backfill") :]
+    assert command == f"replicad tubes backfill bad --shards {shards}"
+    if how == "detached":
+        roots = await tubes.fetch("SELECT root::text FROM tube.tube_attachment WHERE tbl = 'p1'::regclass")
+        assert [row["root"] for row in roots] == ["p1"], "it is attached by itself, and can be detached"
+    await follow(database_url, command)
+    await until_true(lambda: daemon.troubles.why("tube", "bad") is None)

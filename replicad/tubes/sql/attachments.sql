@@ -32,6 +32,7 @@ BEGIN
     t := tube_lock(tube);
     PERFORM tube_lock_table(tbl);
     PERFORM tube_check_table(tube, tbl);
+    PERFORM tube_partitions_check(t.tube);
     PERFORM tube_triggers_check(t.tube, tbl);  -- if they were off, what was missed stays known
     SELECT * INTO before FROM tube_attachment a WHERE a.tube = t.tube AND a.tbl = tube_table_ensure_attached.tbl;
     wanted := (t.tube, tbl, tbl,

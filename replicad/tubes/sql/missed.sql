@@ -151,3 +151,34 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
     INSERT INTO tube_trigger_seen AS s SELECT m.tube, m.tbl, m.marks FROM tube_trigger_marks($1, $2) m
     ON CONFLICT ON CONSTRAINT tube_trigger_seen_pkey DO UPDATE SET marks = excluded.marks WHERE s.marks <> excluded.marks
 $$;
+
+-- tube_partitions_check(of_tube): partitions and heirs that left their attached table (of one tube; NULL: of all), because they were
+-- dropped or detached: their rows have gone without touches, so downstreams still have them. It notes that until the table has
+-- been backfilled, whose garbage collection finds them. A detached one keeps its triggers, and is attached by itself from then on. To be
+-- called regularly, and before attachments of dropped tables are removed. Writes tube_missed and tube_attachment.
+CREATE OR REPLACE FUNCTION tube_partitions_check(of_tube text = NULL) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    a tube_attachment;
+    own name[];
+BEGIN
+    FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class r ON r.oid = x.root
+        WHERE x.tube = coalesce(of_tube, x.tube) AND x.tbl <> x.root AND NOT EXISTS (
+            SELECT FROM pg_inherits i WHERE i.inhrelid = x.tbl AND i.inhparent IN (
+                SELECT y.tbl FROM tube_attachment y WHERE y.tube = x.tube AND y.root = x.root))
+        ORDER BY x.tube, x.tbl::oid
+    LOOP
+        PERFORM tube_lock(a.tube);
+        SELECT ARRAY[n.nspname, c.relname] INTO own
+            FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = a.tbl;
+        IF FOUND THEN
+            UPDATE tube_attachment x SET root = x.tbl, given = own WHERE x.tube = a.tube AND x.tbl = a.tbl;
+        ELSE
+            DELETE FROM tube_attachment x WHERE x.tube = a.tube AND x.tbl = a.tbl;
+        END IF;
+        INSERT INTO tube_missed AS m (tube, cause, tbl) VALUES (a.tube, 'partitions', a.root)
+            ON CONFLICT ON CONSTRAINT tube_missed_pkey DO UPDATE SET seen_at = clock_timestamp(), healed_at = NULL,
+                since = CASE WHEN m.healed_at IS NULL THEN m.since ELSE clock_timestamp() END;
+    END LOOP;
+END
+$$;

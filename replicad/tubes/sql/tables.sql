@@ -122,7 +122,7 @@ COMMENT ON TABLE tube_backfill IS 'replicad: progress of backfills';
 -- backfilled (missed.sql). Rows stay for 30 days after that: who comes late is not told of it again.
 CREATE TABLE IF NOT EXISTS tube_missed (
     tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
-    cause text NOT NULL,                      -- `fork ID` of the generation that began, or `triggers`: they were off
+    cause text NOT NULL,                      -- `fork ID` of the generation that began, `triggers`: they were off, or `partitions`
     tbl oid NOT NULL,                         -- the attached table, not a partition of it
     after bigint,                             -- of a fork: the touches with a seq in (after, upto] are unknown
     upto bigint,

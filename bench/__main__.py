@@ -31,7 +31,7 @@ BENCHMARKS = {
     "caches": "Caches: invalidations carried out by 200 workers, against Redis pub/sub with the same rows",
     "redis": "Redis: rows published to many subscribers, against a plain publisher; the latency that it adds to TCP",
     "presence": "Presence: users who come and go, the latency of one, and relays from one daemon to another",
-    "ownership": "Sharded writers: what owning a key costs a write, and how long keys take to change hands",
+    "sharding": "Sharded writers: what owning a key costs a write, and how long keys take to change hands",
     "bloat": "Bloat: reading tubes while an old snapshot keeps acked pods from VACUUM, against the same without",
     "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
 }  # fmt: skip

@@ -36,7 +36,7 @@ FEATURES = (
     Listed(serves="replicad.presence.service", commands={"presence": "replicad.presence.cli"}),
     Listed(desired=("replicad.presence.desired",)),
     Listed(desired=("replicad.caches.desired",), commands={"caches": "replicad.caches.cli"}),
-    Listed(desired=("replicad.sharding.desired",), commands={"writers": "replicad.sharding.cli"}),
+    Listed(desired=("replicad.sharding.desired",), commands={"sharding": "replicad.sharding.cli"}),
     Listed(serves="replicad.redis.service"),
     Listed(schemes={"redis": "replicad.redis.following", "rediss": "replicad.redis.following"}),
     Listed(serves="replicad.sender.serving", commands={"sender": "replicad.sender.cli"}),

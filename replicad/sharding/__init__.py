@@ -1,4 +1,4 @@
-"""Sharded writers: the writers of one stream divide its keys among themselves (docs/sharded-writers.md).
+"""Sharded writers: the writers of one stream divide its keys among themselves (docs/sharding.md).
 
 holdings.py decides which writer should own which slot, and keeps the slots of one writer; it has no connection and no
 clock. keeper.py yields the queries that maintain the membership; writer.py runs them for programs on trio,

@@ -59,7 +59,7 @@ async def enable(db: Database, stream: str, slots: int = SLOTS, *, schema: str =
     False if they share them already. Raises UnknownStream; StreamRefused if the number of slots is another one.
     """
     await load_stream(db, stream, schema=schema)
-    await schemas.install(db, "ownership", schema)
+    await schemas.install(db, "sharding", schema)
     made: bool = await call_value(db, schema, "writer_enable", stream, slots)
     return made
 
@@ -83,10 +83,10 @@ async def list_shared(db: Database, *, schema: str = SCHEMA) -> list[SharingStat
 
 async def _shared(db: Database, schema: str) -> list[str]:
     """The names of the streams whose writers share the keys."""
-    if await schemas.read_installed(db, "ownership", schema) is None:
+    if await schemas.read_installed(db, "sharding", schema) is None:
         return []
-    await schemas.require(db, "ownership", schema)
-    return [row["name"] for row in await db.fetch(statement("ownership_streams", schema))]
+    await schemas.require(db, "sharding", schema)
+    return [row["name"] for row in await db.fetch(statement("sharding_streams", schema))]
 
 
 async def show(db: Database, stream: str, *, schema: str = SCHEMA) -> SharingStatus:
@@ -98,16 +98,16 @@ async def show(db: Database, stream: str, *, schema: str = SCHEMA) -> SharingSta
 async def require_installed(db: Database, stream: str, schema: str) -> None:
     """Check that the SQL of sharding is installed. Raises SchemaMissing with the remedy, and SchemaTooNew."""
     try:
-        await schemas.require(db, "ownership", schema)
+        await schemas.require(db, "sharding", schema)
     except SchemaMissing as error:
-        raise SchemaMissing(str(error).replace("writers enable STREAM", f"writers enable {stream}")) from error
+        raise SchemaMissing(str(error).replace("sharding enable STREAM", f"sharding enable {stream}")) from error
 
 
 async def _status(db: Database, stream: str, schema: str) -> SharingStatus:
-    found = await db.fetch_row(statement("ownership_sharing", schema), stream)
+    found = await db.fetch_row(statement("sharding_sharing", schema), stream)
     assert found is not None  # else the statement has just raised
-    members = await db.fetch(statement("ownership_members", schema), stream)
-    stuck = await db.fetch(statement("ownership_stuck", schema), stream)
+    members = await db.fetch(statement("sharding_members", schema), stream)
+    stuck = await db.fetch(statement("sharding_stuck", schema), stream)
     return SharingStatus(
         stream,
         found["slots"],

@@ -1,4 +1,4 @@
-"""`replicad writers`: let the writers of a stream share its keys, and list their slots (docs/sharded-writers.md)."""
+"""`replicad sharding`: let the writers of a stream share its keys, and list their slots (docs/sharding.md)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SHOWN = 8  # slots that a line names
 _stream = click.argument("stream")
 
 
-@click.group("writers", cls=ReplicadGroup, short_help="Divide a stream's keys among its writers.")
+@click.group("sharding", cls=ReplicadGroup, short_help="Divide a stream's keys among its writers.")
 def command() -> None:
     """Divide a stream's keys among its writers, which may join, leave and fail at any time.
 
     \b
-      replicad writers enable events
-      replicad writers list
-      replicad writers show events
+      replicad sharding enable events
+      replicad sharding list
+      replicad sharding show events
     """
 
 
@@ -73,7 +73,7 @@ def list_shared(as_json: bool, **options: Any) -> None:
 
     found = on_streams(options, lambda db, schema: admin.list_shared(db, schema=schema))
     rows = [_line(status) for status in found]
-    nothing = "no stream's keys are shared; to share: replicad writers enable STREAM"
+    nothing = "no stream's keys are shared; to share: replicad sharding enable STREAM"
     print_rows(["stream", "slots", "writers", "unowned", "smallest", "largest", "stuck"], rows, as_json=as_json,
         nothing=nothing)  # fmt: skip
 

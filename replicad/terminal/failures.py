@@ -123,7 +123,7 @@ _COMMANDS: Final = tuple(
     (re.compile(found), command)
     for found, command in (
         (rf"SELECT \S+\.stream_remove\({_NAME}\)", "replicad streams remove {}"),
-        (rf"`replicad writers enable .*?`, or: SELECT \S+\.writer_enable\({_NAME}\)", "`replicad writers enable {}`"),
+        (rf"`replicad sharding enable .*?`, or: SELECT \S+\.writer_enable\({_NAME}\)", "`replicad sharding enable {}`"),
         (r"give the shard as the third argument", "give it by --shard"),
     )
 )

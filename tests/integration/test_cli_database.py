@@ -447,7 +447,7 @@ def without_database(*words: str, folder: Path) -> subprocess.CompletedProcess[s
     "words",
     [
         "streams list", "streams add s --table t --id id", "tubes list", "tubes create t", "top --once",
-        "caches enable", "presence enable", "psql -c SELECT", "writers list",
+        "caches enable", "presence enable", "psql -c SELECT", "sharding list",
     ],
 )  # fmt: skip
 def test_no_command_starts_a_postgres_of_its_own(words: str, tmp_path: Path) -> None:
@@ -488,8 +488,8 @@ def test_what_is_said_twice_is_done_and_what_does_not_exist_is_not_found(run: Ru
             "tubes backfill q",
             "tubes backfill q --cancel",
             "tubes detach q public.t",
-            "writers enable s",
-            "writers disable s",
+            "sharding enable s",
+            "sharding disable s",
             "caches enable",
             "caches grant said_twice",
             "caches revoke said_twice",
@@ -507,7 +507,7 @@ def test_what_is_said_twice_is_done_and_what_does_not_exist_is_not_found(run: Ru
             "tubes attach q public.t --shard 0", "tubes backfill q", "tubes parked list q", "tubes parked drop q --all",
             "tubes stats q",
             "tubes touch q --shard 0 1",
-            "writers enable s", "writers disable s", "writers show s",
+            "sharding enable s", "sharding disable s", "sharding show s",
         ):  # fmt: skip
             run(*words.split(), status=6)
     finally:
@@ -555,11 +555,11 @@ def test_the_command_line_names_commands_and_not_sql(run: Run, database_url: str
     run("streams", "add", "s", "--table", "public.t", "--id", "id")
     run("streams", "add", "presence", "--table", "public.u", "--id", "id")
     run("tubes", "create", "q")
-    run("writers", "enable", "presence")
+    run("sharding", "enable", "presence")
     told = [
         run("streams", "add", "s", "--table", "public.u", "--id", "id", status=7),
         run("presence", "enable", status=7),
-        run("writers", "show", "s", status=7),
+        run("sharding", "show", "s", status=7),
         run("tubes", "attach", "q", "public.t", status=7),
         run("tubes", "attach", "q", "public.nothing", status=7),
         run("streams", "add", "x", "--table", "nothing", "--id", "id", status=7),
@@ -569,7 +569,7 @@ def test_the_command_line_names_commands_and_not_sql(run: Run, database_url: str
     for text, remedy in zip(
         told,
         (
-            "replicad streams remove s", "replicad streams remove presence", "replicad writers enable s", "--shard",
+            "replicad streams remove s", "replicad streams remove presence", "replicad sharding enable s", "--shard",
             "there is no table public.nothing", "there is no table or sequence nothing", "replicad streams remove s",
         ),
         strict=True,

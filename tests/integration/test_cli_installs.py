@@ -48,10 +48,10 @@ READERS = {
     "streams skip": "events 1 --yes",
     "streams alter": "events --max-row 1048576",
     "streams writers": "events",
-    "writers enable": "events",  # installs for a stream that exists, and here is none
-    "writers disable": "events",
-    "writers list": "",
-    "writers show": "events",
+    "sharding enable": "events",  # installs for a stream that exists, and here is none
+    "sharding disable": "events",
+    "sharding list": "",
+    "sharding show": "events",
     "caches disable": "",
     "caches invalidate": "get_user",
     "caches names": "",

@@ -141,7 +141,7 @@ async def caches_and_sharing(daemon: Daemon, ours: Database, writer: Database, u
     """The rights of writers come from the same script, run once more."""
     names = {role: urlsplit(one).username or "" for role, one in url.items()}
     await schema.install(ours, "cache")
-    await schema.install(ours, "ownership")
+    await schema.install(ours, "sharding")
     await ours.execute("SELECT replicad.cache_enable(), replicad.writer_enable('watched')")
     least = script(Roles(names["daemon"], [names["owner"]], [names["writer"]], [names["operator"]]))
     await trio.to_thread.run_sync(psql, url["daemon"], least)  # as the owner of what is granted now

@@ -84,7 +84,7 @@ async def test_a_writer_refuses_a_session_whose_process_is_not_the_one_that_its_
 
 @needs_pgbouncer
 async def test_what_needs_one_transaction_only_works_behind_a_pooler(facts_url: str) -> None:
-    install(facts_url, "ownership")
+    install(facts_url, "sharding")
     psql(facts_url, "SELECT replicad.writer_enable('facts', 8)")
 
     def program(url: str) -> None:

@@ -59,7 +59,7 @@ OPERATOR = {
     "replicad.stream_ack": "streams acks orders",
     "replicad.stream_trouble": "status",
     "replicad.stream_daemon": "status",
-    "replicad.ownership_version": "writers list",
+    "replicad.sharding_version": "sharding list",
     "replicad.federation_version": "sender parked list",
     "replicad.federation_sender": "streams acks orders",
     "replicad.federation_parked": "sender parked list",
@@ -89,7 +89,7 @@ def test_an_operator_can_look_with_what_it_is_given_and_needs_all_of_it(
     psql(world.url, least)
     monkeypatch.setenv("REPLICAD_DATABASE", as_role(world.url, named["operator"]))
     assert set(world.sql(GRANTED).split()) == OPERATOR.keys()
-    for command in {*OPERATOR.values(), "status", "streams show orders", "tubes stats", "writers show orders"}:
+    for command in {*OPERATOR.values(), "status", "streams show orders", "tubes stats", "sharding show orders"}:
         assert app.run(command.split()) == 0, capsys.readouterr().err
     for table, command in OPERATOR.items():
         world.sql(f"REVOKE SELECT ON {table} FROM {named['operator']}")

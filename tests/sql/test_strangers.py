@@ -26,7 +26,7 @@ LOOKS = {  # the relations that each role may read something of, beside those th
     STRANGER: set[str](),
     OPERATOR: {
         "replicad.federation_parked", "replicad.federation_sender", "replicad.federation_version",
-        "replicad.ownership_version", "replicad.stream_ack", "replicad.stream_daemon", "replicad.stream_trouble",
+        "replicad.sharding_version", "replicad.stream_ack", "replicad.stream_daemon", "replicad.stream_trouble",
         "replicad.stream_version", "tube.tube_attachment", "tube.tube_backfill", "tube.tube_lease", "tube.tube_parked",
         "tube.tube_registry", "tube.tube_report", "tube.tube_version",
     },

@@ -1,4 +1,4 @@
-"""One of the writers that share the stream `events` of test_ownership.py, in a process of its own, to be killed.
+"""One of the writers that share the stream `events` of test_sharding.py, in a process of its own, to be killed.
 
 Usage: sharing.py URL INSTANCE TTL careful|careless. Writes keys that it owns until SIGTERM, prints `KEY N` for every
 commit that was confirmed, and its statistics as JSON at the end. A careless one believes in its slots for ever, however
@@ -20,7 +20,7 @@ import trio
 from replicad.errors import DatabaseError, NotOwner
 from replicad.postgres.bridge import open_database
 from replicad.sharding import ShardedWriter, holdings, open_sharded_writer
-from tests.ownership_checker import write_row
+from tests.sharding_checker import write_row
 
 KEYS = [f"!room{number}:example.org" for number in range(60)]
 TASKS = 6

@@ -20,8 +20,8 @@ def test_a_name_is_one_word_of_the_command(name: str, function: str) -> None:
         words = ["replicad", "streams", "remove", name]
         text = as_commands(f"run: {call}").removeprefix("run: ")
     else:
-        words = ["replicad", "writers", "enable", name]
-        text = as_commands(f"run `replicad writers enable {name}`, or: {call}").removeprefix("run `").removesuffix("`")
+        words = ["replicad", "sharding", "enable", name]
+        text = as_commands(f"run `replicad sharding enable {name}`, or: {call}").removeprefix("run `").removesuffix("`")
     assert shlex.split(text) == words
 
 

@@ -75,7 +75,7 @@ BEGIN
     IF NOT FOUND THEN
         PERFORM stream_find(stream);
         PERFORM writer_refuse('RS002', format('the writers of stream %L do not share its keys', stream),
-            format('run `replicad writers enable %s`, or: SELECT %I.writer_enable(%L)', stream, current_schema(), stream));
+            format('run `replicad sharding enable %s`, or: SELECT %I.writer_enable(%L)', stream, current_schema(), stream));
     END IF;
     RETURN found_sharding;
 END
@@ -145,7 +145,7 @@ BEGIN
         SELECT w.slots INTO present FROM writer_sharding w WHERE w.stream = s.number;
         IF present <> slots THEN
             PERFORM writer_refuse('RS002', format('the writers of stream %L share %s slots already', stream, present),
-                format('stop them and run `replicad writers disable %s` first: a key''s slot depends on the number',
+                format('stop them and run `replicad sharding disable %s` first: a key''s slot depends on the number',
                     stream));
         END IF;
         RETURN false;

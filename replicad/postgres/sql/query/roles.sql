@@ -80,7 +80,7 @@ END
 $writers$;
 
 -- name: roles_operators
--- Operators look, and change nothing: status, top; streams list, show, writers and acks; tubes list and stats; writers list; what is
+-- Operators look, and change nothing: status, top; streams list, show, writers and acks; tubes list and stats; sharding list; what is
 -- parked. They see no rows of tables, no pods and no secrets. What needs rows (how many rows a stream lags) is not shown to them.
 DO $operators$
 DECLARE
@@ -97,7 +97,7 @@ BEGIN
             SELECT c.relnamespace::regnamespace, format('%I.%I', n.nspname, c.relname)
             FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
             WHERE n.nspname = ANY ({schemas}) AND c.relname IN (
-                'stream_version', 'stream_ack', 'stream_trouble', 'stream_daemon', 'ownership_version', 'federation_version', 'federation_sender', 'federation_parked', 'federation_destination', 'federation_destination_room', 'federation_edu',
+                'stream_version', 'stream_ack', 'stream_trouble', 'stream_daemon', 'sharding_version', 'federation_version', 'federation_sender', 'federation_parked', 'federation_destination', 'federation_destination_room', 'federation_edu',
                 'tube_version', 'tube_registry', 'tube_attachment', 'tube_backfill', 'tube_lease', 'tube_parked', 'tube_report')
         LOOP
             EXECUTE format('GRANT USAGE ON SCHEMA %s TO %I', folder, role);

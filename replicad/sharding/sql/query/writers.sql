@@ -1,9 +1,9 @@
--- What the commands `replicad writers` read.
+-- What the commands `replicad sharding` read.
 
--- name: ownership_streams
+-- name: sharding_streams
 SELECT s.name FROM {schema}.writer_sharding w JOIN {schema}.stream s ON s.number = w.stream ORDER BY s.name
 
--- name: ownership_sharing
+-- name: sharding_sharing
 -- One stream whose writers share the keys. Raises RS001, RS002.
 SELECT w.slots, count(*) FILTER (WHERE m.instance IS NULL)::integer AS unowned
 FROM {schema}.writer_find($1) w
@@ -11,7 +11,7 @@ JOIN {schema}.writer_slot x ON x.stream = w.stream
 LEFT JOIN {schema}.writer_member m ON m.stream = x.stream AND m.instance = x.owner AND m.term < x.term
 GROUP BY w.slots
 
--- name: ownership_members
+-- name: sharding_members
 -- The writers that share a stream. `silent`: seconds since the last sign of life.
 SELECT m.instance, m.address,
     (SELECT count(*) FROM {schema}.writer_slot x
@@ -23,7 +23,7 @@ FROM {schema}.writer_find($1) w
 JOIN {schema}.writer_member m ON m.stream = w.stream
 ORDER BY m.instance
 
--- name: ownership_stuck
+-- name: sharding_stuck
 -- Slots of a stream that should move: nobody's, of a writer that leaves, or of one that has more than its share (rounded
 -- up); with the transactions that write into them now. Of those that have more, only slots into which somebody writes
 -- for longer than a second are told: every writer is busy for moments.

@@ -14,7 +14,7 @@ from replicad.sharding import ShardedWriter, admin, open_sharded_writer, slot_of
 from replicad.streams import next_id, registry
 from replicad.streams.registry import Method
 from tests.conftest import PATIENCE, psql
-from tests.ownership_checker import ROWS, SABOTAGE, check_rows, write_row
+from tests.sharding_checker import ROWS, SABOTAGE, check_rows, write_row
 
 pytestmark = pytest.mark.postgres
 
@@ -288,34 +288,34 @@ async def test_sharing_is_switched_on_once_and_refused_with_the_remedy(db: Datab
         await admin.enable(db, "events", 32)
     async with open_sharded_writer(db, "events", "a", ttl=TTL) as writer:
         await admin.disable(db, "events")
-        with pytest.raises(StreamRefused, match="writers enable events"):
+        with pytest.raises(StreamRefused, match="sharding enable events"):
             async with writer.owning("k"):
                 pass
         await admin.enable(db, "events", 32)
         with trio.fail_after(PATIENCE):
             while writer.statistics().owned != 32:
                 await trio.sleep(0.01)
-        await schema.uninstall(db, "ownership")
+        await schema.uninstall(db, "sharding")
         await admin.enable(db, "events", 32)  # terms begin anew
         with trio.fail_after(PATIENCE):
             while writer.statistics().joined < 3 or writer.statistics().owned != 32:
                 await trio.sleep(0.01)
     with pytest.raises(StreamRefused, match="cannot be the name"):
         await db.execute("SELECT replicad.writer_join('events', 'a b', '1 s')")
-    await schema.uninstall(db, "ownership")
-    with pytest.raises(SchemaMissing, match="writers enable events"):
+    await schema.uninstall(db, "sharding")
+    with pytest.raises(SchemaMissing, match="sharding enable events"):
         async with open_sharded_writer(db, "events", "a"):
             pass
 
 
 async def test_a_role_of_no_rights_may_write_and_not_change_who_shares(db: Database) -> None:
     await db.execute(
-        "DROP ROLE IF EXISTS ownership_app; CREATE ROLE ownership_app; GRANT SELECT, INSERT ON events TO ownership_app;"
-        "GRANT USAGE ON SEQUENCE events_id_seq TO ownership_app"
+        "DROP ROLE IF EXISTS sharding_app; CREATE ROLE sharding_app; GRANT SELECT, INSERT ON events TO sharding_app;"
+        "GRANT USAGE ON SEQUENCE events_id_seq TO sharding_app"
     )
     try:
         async with db.connection() as connection:
-            await connection.execute("SET ROLE ownership_app")
+            await connection.execute("SET ROLE sharding_app")
             term = await connection.fetch_value("SELECT term FROM replicad.writer_join('events', 'app', '5 s')")
             rows = await connection.fetch(
                 "SELECT t.term FROM replicad.writer_slot s, "
@@ -331,7 +331,7 @@ async def test_a_role_of_no_rights_may_write_and_not_change_who_shares(db: Datab
                     await connection.execute(statement)
             await connection.execute("RESET ROLE")
     finally:
-        await db.execute("DROP OWNED BY ownership_app; DROP ROLE ownership_app")
+        await db.execute("DROP OWNED BY sharding_app; DROP ROLE sharding_app")
 
 
 async def test_who_may_not_write_the_stream_can_neither_join_nor_expel_its_writers(db: Database) -> None:
@@ -339,10 +339,10 @@ async def test_who_may_not_write_the_stream_can_neither_join_nor_expel_its_write
     term = await db.fetch_value("SELECT term FROM replicad.writer_join('events', 'a', '1 h')")
     beats = [row["beat"] for row in await db.fetch("SELECT beat FROM replicad.writer_member")]
     await db.execute(
-        "DROP ROLE IF EXISTS ownership_other; CREATE ROLE ownership_other;"
+        "DROP ROLE IF EXISTS sharding_other; CREATE ROLE sharding_other;"
         "CREATE TABLE others (id bigserial PRIMARY KEY);"
-        "GRANT INSERT, SELECT ON others TO ownership_other; GRANT USAGE ON SEQUENCE others_id_seq TO ownership_other;"
-        "GRANT SELECT ON events TO ownership_other"
+        "GRANT INSERT, SELECT ON others TO sharding_other; GRANT USAGE ON SEQUENCE others_id_seq TO sharding_other;"
+        "GRANT SELECT ON events TO sharding_other"
     )
     await registry.add(db, "others", "others", "id")
     await admin.enable(db, "others", SLOTS)
@@ -359,18 +359,14 @@ async def test_who_may_not_write_the_stream_can_neither_join_nor_expel_its_write
     assert {row["proname"] for row in definers} == {call.partition("(")[0] for call in calls} | {"writer_owns"}
     try:
         async with db.connection() as connection:
-            await connection.execute("SET ROLE ownership_other")
+            await connection.execute("SET ROLE sharding_other")
             await connection.execute("SELECT replicad.writer_join('others', 'mine', '5 s')")
             for call in calls:
-                with pytest.raises(
-                    DatabaseError, match=r"GRANT INSERT ON public\.events TO ownership_other"
-                ) as refused:
+                with pytest.raises(DatabaseError, match=r"GRANT INSERT ON public\.events TO sharding_other") as refused:
                     await connection.execute(f"SELECT replicad.{call}")
                 assert refused.value.sqlstate == "42501"
             await connection.execute("RESET ROLE")
-            await connection.execute(
-                "GRANT USAGE ON SEQUENCE events_id_seq TO ownership_other; SET ROLE ownership_other"
-            )
+            await connection.execute("GRANT USAGE ON SEQUENCE events_id_seq TO sharding_other; SET ROLE sharding_other")
             await connection.execute(
                 f"SELECT replicad.writer_beat('events', 'a', {term})"
             )  # writes by others' functions
@@ -382,7 +378,7 @@ async def test_who_may_not_write_the_stream_can_neither_join_nor_expel_its_write
             "mine",
         ]
     finally:
-        await db.execute("DROP OWNED BY ownership_other; DROP ROLE ownership_other")
+        await db.execute("DROP OWNED BY sharding_other; DROP ROLE sharding_other")
 
 
 async def test_sql_and_python_agree_on_slots(db: Database) -> None:

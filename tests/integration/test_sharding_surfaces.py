@@ -18,7 +18,7 @@ from replicad.errors import NotOwner
 from replicad.postgres.literals import fill
 from replicad.sharding import BlockingShardedWriter
 from tests.conftest import PATIENCE, install, psql
-from tests.ownership_checker import OVERLAPS, ROWS, WRITE
+from tests.sharding_checker import OVERLAPS, ROWS, WRITE
 
 pytestmark = pytest.mark.postgres
 
@@ -39,7 +39,7 @@ def url(database_url: str) -> str:
     psql(database_url, ROWS)
     install(database_url, "stream")
     replicad(database_url, "streams", "add", "events", "--table", "public.events", "--id", "id")
-    assert "share 16 slots\n" in replicad(database_url, "writers", "enable", "events", "--slots", "16")
+    assert "share 16 slots\n" in replicad(database_url, "sharding", "enable", "events", "--slots", "16")
     return database_url
 
 
@@ -119,24 +119,24 @@ def test_a_fence_that_refuses_a_thread_rolls_back_and_names_the_owner(url: str) 
 
 
 def test_a_thread_that_cannot_join_says_why(url: str) -> None:
-    replicad(url, "writers", "disable", "events")
+    replicad(url, "sharding", "disable", "events")
     with pytest.raises(Exception, match="do not share its keys"):
         with BlockingShardedWriter(lambda: dbapi.connect(url), "events", "a"):
             pass
 
 
 def test_people_see_who_has_what_and_what_does_not_move(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "share 16 slots already" in replicad(url, "writers", "enable", "events", "--slots", "16")
-    (told,) = replicad(url, "writers", "list", "--json")
+    assert "share 16 slots already" in replicad(url, "sharding", "enable", "events", "--slots", "16")
+    (told,) = replicad(url, "sharding", "list", "--json")
     assert (told["stream"], told["slots"], told["writers"], told["unowned"]) == ("events", 16, 0, 16)
-    assert "nothing; no writer has taken them yet" in replicad(url, "writers", "show", "events")
+    assert "nothing; no writer has taken them yet" in replicad(url, "sharding", "show", "events")
     with BlockingShardedWriter(lambda: dbapi.connect(url), "events", "a", address="a:1", ttl=5):
-        (told,) = replicad(url, "writers", "show", "events", "--json")
+        (told,) = replicad(url, "sharding", "show", "events", "--json")
         (member,) = told["writers"]
         assert (member["writer"], member["slots"], member["share"], member["address"]) == ("a", 16, "100.0%", "a:1")
         assert (told["unowned"], told["stuck"]) == (0, [])
-        assert "100.0%" in replicad(url, "writers", "show", "events")
-    replicad(url, "writers", "disable", "events")
-    assert "no stream's keys are shared" in replicad(url, "writers", "list")
-    replicad(url, "writers", "show", "events", status=7)
-    assert "writers enable events" in capsys.readouterr().err
+        assert "100.0%" in replicad(url, "sharding", "show", "events")
+    replicad(url, "sharding", "disable", "events")
+    assert "no stream's keys are shared" in replicad(url, "sharding", "list")
+    replicad(url, "sharding", "show", "events", status=7)
+    assert "sharding enable events" in capsys.readouterr().err

@@ -25,7 +25,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.sharding import admin
 from replicad.streams import registry
 from tests.conftest import PATIENCE
-from tests.ownership_checker import ROWS, check_rows
+from tests.sharding_checker import ROWS, check_rows
 
 SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "6"))
 SLOTS = 32

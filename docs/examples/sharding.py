@@ -1,7 +1,7 @@
 """Sharded writers, a complete example: a Postgres, three writers of one stream, forty rooms.
 
     pip install 'replicad[embedded]'
-    python sharded_writers.py
+    python sharding.py
 
 Each room is a counter. Two writers must never count in one room at the same time. Prints how many slots each writer
 has while a second writer joins, a third one joins and is killed, and the second one leaves. At the end every room was

@@ -33,7 +33,7 @@ def run(options: Options) -> list[Figure]:
         ours.install()
         ours.sql("CREATE TABLE bench (id bigserial PRIMARY KEY, key text NOT NULL, body text NOT NULL)")
         ours.replicad("streams", "add", "bench", "--table", "public.bench", "--id", "id")
-        ours.replicad("writers", "enable", "bench")
+        ours.replicad("sharding", "enable", "bench")
         return trio.run(_measure, options, ours.url)
 
 

@@ -22,7 +22,6 @@ from replicad.daemon.clients import ClientView, Following
 from replicad.daemon.deadlines import EARLY
 from replicad.daemon.fairness import Asker, network_of
 from replicad.daemon.hub import Hub
-from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outbox import Outbox, Piece
 from replicad.daemon.service import HangUp
 from replicad.daemon.turns import Turns
@@ -32,7 +31,6 @@ from replicad.errors import (
     NotAuthorised,
     ProtocolError,
     ReplicadError,
-    RowUnreadable,
     SlowReader,
     StreamError,
 )
@@ -291,22 +289,6 @@ class Session:
     async def flush(self) -> None:
         """Send the commands that are queued already, so that the next `send` comes after them."""
         await self.outbox.flush()
-
-    def read(
-        self,
-        channel: Channel,
-        cursor: int,
-        *,
-        extended: bool,
-        preamble: bytes = b"",
-        on_stop: Callable[[RowUnreadable], None] | None = None,
-    ) -> Reader:
-        """`Outbox.read`."""
-        return self.outbox.read(channel, cursor, extended=extended, preamble=preamble, on_stop=on_stop)
-
-    def stop_reading(self, reader: Reader) -> None:
-        """`Outbox.stop_reading`."""
-        self.outbox.stop_reading(reader)
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the first reason counts."""

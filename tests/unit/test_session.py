@@ -281,7 +281,7 @@ async def test_what_is_posted_comes_before_the_journal_that_is_joined_after_it(
     channel = Channel("s", {"master": 0})
     await channel.append(b"RDATA s master 1 []\n")
     bench.session.post(RemoteServerUp("x"))
-    bench.session.read(channel, 0, extended=False)
+    bench.session.outbox.read(channel, 0, extended=False)
     assert (await bench.peer.lines(4))[2:] == ["REMOTE_SERVER_UP x", "RDATA s master 1 []"]
 
 
@@ -290,7 +290,7 @@ async def test_a_peer_that_takes_nothing_is_cut_off_and_holds_one_chunk_at_most(
 ) -> None:
     bench = start(small_pipe=True, stall_timeout=60)
     channel = Channel("s", {}, JournalLimits(max_bytes=1000))
-    bench.session.read(channel, 0, extended=False)
+    bench.session.outbox.read(channel, 0, extended=False)
     await bench.peer.lines(2)
     for _ in range(100):
         await channel.append(b"x" * 99 + b"\n")
@@ -335,7 +335,7 @@ async def test_a_session_whose_reader_falls_ends_at_once_though_its_peer_takes_n
     await bench.peer.lines(2)
     channel = Channel("s", {}, JournalLimits(max_bytes=100, patience=1.0))
     quick = channel.subscribe(0, lambda: None, extended=False)
-    bench.session.read(channel, 0, extended=False)
+    bench.session.outbox.read(channel, 0, extended=False)
     began = trio.current_time()
     while bench.reason is None and trio.current_time() < began + 30:
         await channel.append(b"x" * 30 + b"\n")

@@ -50,11 +50,11 @@ def reset(session: Session, peer: socket.socket) -> None:
 
 
 def follow(session: Session, peer: socket.socket) -> None:
-    session.read(CHANNEL, CHANNEL.head, extended=False)
+    session.outbox.read(CHANNEL, CHANNEL.head, extended=False)
 
 
 def fall(session: Session, peer: socket.socket) -> None:
-    session.read(CHANNEL, CHANNEL.head, extended=False).on_fall()
+    session.outbox.read(CHANNEL, CHANNEL.head, extended=False).on_fall()
 
 
 def stop(session: Session, peer: socket.socket) -> None:

@@ -148,7 +148,7 @@ class Subscriptions:
         if reader is None:  # rows may be on their way to the socket
             self._session.hang_up(CloseReason.FORBIDDEN, f"{error.code}: {error}")
             return
-        self._session.stop_reading(reader)
+        self._session.outbox.stop_reading(reader)
         self._streams.discard(name)
         if self._all:
             self._unread.add(name)
@@ -243,7 +243,7 @@ class Subscriptions:
         def on_stop(error: RowUnreadable) -> None:
             self._stop(feed, channel, channel.boundary.positions, error, linear=linear)
 
-        self._readers[feed.name] = self._session.read(
+        self._readers[feed.name] = self._session.outbox.read(
             channel, index, extended=extended, preamble=preamble, on_stop=on_stop
         )
 

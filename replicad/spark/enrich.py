@@ -27,20 +27,21 @@ from replicad.errors import (
     UsageError,
     ValueUnheld,
 )
-from replicad.spark.database import PATIENCE, patiently
+from replicad.spark.database import PATIENCE, forget, literal, patiently
 from replicad.spark.tables import ADDED, UNHELD, Layout
 from replicad.spark.touches import chunks_by_shard, touch_schema
 from replicad.sqlstates import NO_RIGHT, NO_TABLE, WRONG_QUERY, means
 
-CHUNK = 10_000  # ids in one query; larger queries are not faster and hold more rows in memory
-NOTHING = "SELECT WHERE $1::{ids}[] IS NULL"  # for the proof alone, with the parameters of a look-up
+CHUNK = 10_000  # ids in one query at most; larger queries are not faster and hold more rows in memory
+PIECE = 64 << 20  # bytes of rows in one piece of changes, about: what a task holds of them; a longer row is a piece
+NOTHING = "SELECT WHERE $1::{ids}[] IS NULL"  # for the proof alone, with the ids of a look-up
 _TRIED = 20  # tables that are tried to find out whether any can be read
 KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
 _THERE, _STANDBY, _HIDES, _SEEN = "_there", "_standby", "_hides", "_seen"
 _PROOF = f"""
 SELECT pg_catalog.pg_is_in_recovery() AS {_STANDBY},
   pg_catalog.current_setting('row_security') OPERATOR(pg_catalog.<>) 'off' AS {_HIDES},
-  (SELECT count(*) FROM {{pods}} p WHERE p.seq = ANY ($2)) AS {_SEEN}"""
+  (SELECT count(*) FROM {{pods}} p WHERE p.seq = ANY ({{seqs}})) AS {_SEEN}"""
 _WITH_PROOF = """
 SELECT proof.*, found.* FROM ({proof}) proof LEFT JOIN (SELECT true AS {there}, looked.* FROM ({query}) looked) found
 ON true"""
@@ -79,7 +80,8 @@ class Enricher:
         return pa.schema([*self.layout.schema, *KEYS])
 
     def changes(self, touches: pa.Table) -> Iterator[EnrichedRows]:
-        """Look up touches (deduplicated and sorted, see `touches`), chunk by chunk.
+        """Look up touches (deduplicated and sorted, see `touches`), in pieces of at most `chunk` ids, and about `PIECE`
+        bytes. Within a shard their ids ascend.
 
         Raises:
             DatabaseError: the rows cannot be read, e.g. because a column was dropped.
@@ -89,8 +91,19 @@ class Enricher:
             RowsUnproven: the session may not see all rows, or not as of the touches.
             UsageError: no rule has a table for the shard of a touch.
         """
+        size = self.chunk
         for shard, chunk in chunks_by_shard(touches, self.chunk):
-            yield self._look_up(shard, chunk)
+            at = 0
+            while at < chunk.num_rows:
+                piece = chunk.slice(at, size)
+                found = self._look_up(shard, piece)
+                if found is None:
+                    size = max(1, piece.num_rows // 4)
+                    continue
+                yield found
+                at += piece.num_rows
+                if found.writes.nbytes < PIECE // 4:
+                    size = min(self.chunk, 2 * size)
 
     def unreadable(self, shards: Iterable[int]) -> dict[int, str]:
         """Why the tables of some of these shards cannot be read now, by shard.
@@ -140,7 +153,8 @@ class Enricher:
         others = [shard for source in self.layout.sources for shard in source.examples if shard not in except_for]
         return any(not self.unreadable([shard]) for shard in others[:_TRIED])
 
-    def _look_up(self, shard: int, touched: pa.Table) -> EnrichedRows:
+    def _look_up(self, shard: int, touched: pa.Table) -> EnrichedRows | None:
+        """The changes of one shard. None: the rows are larger than a piece, and of more than one id."""
         located = self.layout.query(shard)
         if located is None:
             covered = "; ".join(f"{source.rule.shards.text}: {source.rule.table}" for source in self.layout.sources)
@@ -158,6 +172,8 @@ class Enricher:
                 raise TableUnreadable(text, sqlstate=error.sqlstate) from error
             self._fetch(database or self.url, self._nothing, ids, seqs)
             found = self.layout.schema.empty_table()
+        if found is None:
+            return None
         if ADDED in found.column_names and found.num_rows and (names := found.column(ADDED)[0].as_py()):
             raise ColumnsChanged(f"the table of shard {shard} has new columns: {names}")
         _check_held(found, self.layout.id, shard)
@@ -172,19 +188,32 @@ class Enricher:
         writes = rows.append_column(KEYS.field("_shard"), shards).append_column(KEYS.field("_seq"), last)
         return EnrichedRows(writes, absent.rename_columns(["_shard", self.layout.id, "_seq"]))
 
-    def _fetch(self, url: str, query: str, ids: pa.Array, seqs: pa.Array) -> pa.Table:
-        """The rows, with the proof that the statement has seen all of them."""
-        proof = _PROOF.format(pods=self.pods)
-        statement = _WITH_PROOF.format(proof=proof, there=_THERE, query=query)
-        lists = [pa.array([of], pa.list_(of.type)) for of in (ids, seqs)]
-        parameters = pa.record_batch(lists, names=["ids", "seqs"])
+    def _fetch(self, url: str, query: str, ids: pa.Array, seqs: pa.Array) -> pa.Table | None:
+        """The rows, with the proof that the statement has seen all of them. None as `_look_up`.
 
-        def work(driver: Any) -> pa.Table:
+        The ids are in the text of the statement: without parameters the driver reads rows by COPY as they come, and
+        otherwise it holds all of them twice.
+        """
+        before, _, after = query.rpartition("$1")
+        proof = _PROOF.format(pods=self.pods, seqs=_listed(seqs))
+        statement = _WITH_PROOF.format(proof=proof, there=_THERE, query=before + _listed(ids) + after)
+
+        def work(driver: Any) -> pa.Table | None:
+            held, size = [], 0
             with driver.cursor() as cursor:
-                cursor.execute(statement, parameters=parameters)
-                return cursor.fetch_arrow_table()
+                cursor.execute(statement)
+                reader = cursor.fetch_record_batch()
+                for batch in reader:
+                    held.append(batch)
+                    size += batch.nbytes
+                    if size > PIECE and len(ids) > 1:
+                        return None
+                return pa.Table.from_batches(held, reader.schema)
 
         found = patiently(url, work, patience=self.patience)
+        if found is None:
+            forget(url)  # the rest of the rows is still on its way
+            return None
         self._check_proof(found, seqs)
         return found.filter(pc.is_valid(found.column(_THERE)))
 
@@ -208,6 +237,14 @@ class Enricher:
                 f"{self.pods}, {unsure}; is it the database of the daemon's tube, and not a copy? Or has another query "
                 "acked the pods?"
             )
+
+
+def _listed(values: pa.Array) -> str:
+    """SQL of an array of integers or texts: one literal, which Postgres parses faster than ten thousand."""
+    if not pa.types.is_string(values.type):
+        return "'{" + ",".join(map(str, values.to_pylist())) + "}'::bigint[]"
+    quoted = (value.replace("\\", "\\\\").replace('"', '\\"') for value in values.to_pylist())
+    return literal("{" + ",".join(f'"{one}"' for one in quoted) + "}") + "::text[]"
 
 
 def _check_held(rows: pa.Table, id_: str, shard: int) -> None:

@@ -187,3 +187,24 @@ def test_without_the_driver_the_error_says_what_to_install(monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(EnvironmentRefused, match="pip install"):
         patiently("postgresql://nobody@127.0.0.1:1/nothing", lambda _: None, patience=0)
+
+
+def test_pieces_are_bounded_in_bytes_whatever_the_length_of_rows(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of 10,000 ids has rows of any length; the sizes are found with the rows, and no id is left out."""
+    piece = 1 << 20
+    monkeypatch.setattr("replicad.spark.enrich.PIECE", piece)
+    psql(
+        url,
+        "CREATE TABLE long (id bigint PRIMARY KEY, body text); "
+        "INSERT INTO long SELECT n, repeat('x', CASE WHEN n BETWEEN 100 AND 120 THEN 400000 WHEN n = 150 THEN 5000000 "
+        "ELSE 10 END) FROM generate_series(1, 300) n; DELETE FROM long WHERE id IN (110, 299)",
+    )
+    made = Enricher(url, find_layout(url, [TableRule("public.long")], WantedColumns("id")), PODS)
+    found = list(made.changes(touches(*((1, number, 1) for number in range(1, 301)))))
+    written = [one for change in found for one in change.writes.column("id").to_pylist()]
+    deleted = [one for change in found for one in change.deletes.column("id").to_pylist()]
+    assert written == sorted(written) == [one for one in range(1, 301) if one not in (110, 299)]
+    assert deleted == [110, 299]
+    for change in found:
+        assert change.writes.nbytes <= 3 * piece or change.writes.num_rows == 1, "a piece, and what the driver has read"
+    assert len(found) < 60, "the size grows again behind the long rows"

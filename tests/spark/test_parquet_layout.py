@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,7 @@ from test_sinks import SHAPE, changes, held, parquet_rows, put
 from replicad.errors import DownstreamUnavailable, UsageError
 from replicad.spark.sinks import parquet
 from replicad.spark.sinks.base import BatchId
-from replicad.spark.sinks.parquet import ParquetSink
+from replicad.spark.sinks.parquet import ParquetSink, ShardWriter
 
 
 def made(folder: Path, keep: float = 0.0) -> ParquetSink:
@@ -113,3 +114,31 @@ def test_a_folder_may_be_a_file_uri_and_no_other(tmp_path: Path) -> None:
     for uri in ("s3://bucket/x", "hdfs://name/x"):
         with pytest.raises(UsageError, match="for an object store use the downstream `delta`"):
             ParquetSink(uri)  # type: ignore[arg-type]
+
+
+def test_files_and_the_rows_that_a_task_holds_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50,000 rows of a file may have any length, and a column of texts in Arrow ends at 2 GiB."""
+    monkeypatch.setattr("replicad.spark.sinks.parquet.FILE_BYTES", 100_000)
+    sink = ParquetSink(tmp_path)
+    sink.prepare(SHAPE)
+    sizes: list[int] = []
+    plain = ShardWriter._sorted
+
+    def measured(self: ShardWriter) -> pa.Table:
+        assert self._old is not None
+        sizes.append(sum(rows.nbytes for rows in (self._old, *self._new)))
+        return plain(self)
+
+    monkeypatch.setattr(ShardWriter, "_sorted", measured)
+    for number in range(2):  # new, and then over files that are there
+        batch, names = BatchId("q", number), {(1, n): f"{number}" * 5_000 for n in range(200)}
+        pieces = [changes(dict(list(names.items())[at : at + 10]))[0] for at in range(0, 200, 10)]
+        sink.commit(batch, [sink.apply(SHAPE, batch, 0, pieces)])
+        leaves = parquet.latest(tmp_path).shards[1]  # type: ignore[union-attr]
+        assert sum(leaf.rows for leaf in leaves) == 200
+        assert max(leaf.rows for leaf in leaves) < 2 * 100_000 / 5_000
+        assert len(leaves) <= 2 * 200 * 5_000 / 100_000
+    assert max(sizes) <= 6 * 100_000
+    assert {row["name"][0] for row in parquet.table(tmp_path).to_pylist()} == {"1"}

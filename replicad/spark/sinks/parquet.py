@@ -236,13 +236,19 @@ def orphans(folder: Path, older_than: float) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Writes files of the table in `folder`, of about `rows_per_file` rows; `number` is in their names."""
+    """Writes files of the table in `folder`, of about `rows_per_file` rows, or `FILE_BYTES` in memory if their rows are
+    long; `number` is in their names.
+    """
 
     folder: Path
     schema: pa.Schema
     id: str
     rows_per_file: int
     number: int
+
+    def rows_of_file(self, rows: int, size: int) -> int:
+        """How many rows a file should have, of rows that have this size in bytes."""
+        return min(self.rows_per_file, max(1, FILE_BYTES * rows // max(1, size)))
 
     def read(self, leaf: Leaf) -> pa.Table:
         """The rows of a file."""
@@ -252,7 +258,8 @@ class Files:
         """Write rows sorted by id into as few files as their number allows; none for no rows."""
         if not len(rows):
             return []
-        pieces = max(1, len(rows) // self.rows_per_file) if len(rows) >= 2 * self.rows_per_file else 1
+        wanted = self.rows_of_file(len(rows), rows.nbytes)
+        pieces = len(rows) // wanted if len(rows) >= 2 * wanted else 1
         cuts = [len(rows) * piece // pieces for piece in range(pieces + 1)]
         folder = self.folder / DATA / f"shard-{shard}"
         folder.mkdir(exist_ok=True)
@@ -311,14 +318,17 @@ class ShardWriter:
         self.deleted += pc.sum(pc.is_in(there, value_set=deletes.column(id_).combine_chunks())).as_py() or 0
         self._old = self._old.filter(pc.invert(pc.is_in(there, value_set=ids)))
         self._new.append(writes)
-        if len(self._old) + sum(map(len, self._new)) >= 4 * self.files.rows_per_file:
-            self._write_below(pc.max(ids).as_py())
+        held = [self._old, *self._new]
+        rows = sum(map(len, held))
+        wanted = self.files.rows_of_file(rows, sum(table.nbytes for table in held))
+        if rows >= 4 * wanted:
+            self._write_below(pc.max(ids).as_py(), wanted)
 
-    def _write_below(self, last: int) -> None:
-        """Write the rows up to the id `last`, but for so many that the next file does not become a small one."""
+    def _write_below(self, last: int, wanted: int) -> None:
+        """Write the rows up to the id `last`, but for `wanted` rows: the next file must not become a small one."""
         rows = self._sorted()
-        done = pc.sum(pc.less_equal(rows.column(self.files.id), last)).as_py() - self.files.rows_per_file
-        if done >= self.files.rows_per_file:
+        done = pc.sum(pc.less_equal(rows.column(self.files.id), last)).as_py() - wanted
+        if done >= wanted:
             self._made += self.files.write(self.shard, rows.slice(0, done))
             rows = _copy(rows.slice(done))
         self._old, self._new = rows, []
@@ -347,6 +357,7 @@ def _copy(rows: pa.Table) -> pa.Table:
     return rows.take(pa.array(range(len(rows)), pa.int64()))
 
 
+FILE_BYTES = 64 << 20  # of rows in memory: four files are held at once, and Arrow's texts end at 2 GiB
 ROWS_PER_FILE = 50_000  # a changed row rewrites one file, which takes some tens of milliseconds at this size
 KEEP = 600.0  # seconds; a replaced file of 50,000 rows takes about 1 MB meanwhile
 _ORPHAN_AGE = 3600.0  # seconds after which a file without manifest must be from a crash, not from a slow task

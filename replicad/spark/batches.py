@@ -42,7 +42,7 @@ _ARROW = {"bigint": pa.int64(), "double": pa.float64(), "string": pa.string(), "
 _SUMMARY = pa.schema(
     [(name.strip("`"), _ARROW[kind]) for name, kind in (column.split() for column in SUMMARY_DDL.split(", "))]
 )
-KIND, NOTE = "_kind", "_note"
+KIND, NOTE = "_replicad_kind", "_replicad_note"
 WRITE, DELETE, STATISTICS = "W", "D", "S"
 _TASK_BITS = 16  # of a task's number; the bits above are the number of tasks that write after a transform
 
@@ -72,12 +72,12 @@ def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: BatchId) -> C
 
 
 def enriched_schema(enricher: Enricher) -> pa.Schema:
-    """The schema of what `run_enrichment` yields: the columns of the rows, `_shard`, `_seq`, `_kind`, `_note`."""
+    """The schema of what `run_enrichment` yields: the columns of the rows, `_shard`, `_seq`, KIND, NOTE."""
     return pa.schema([*enricher.schema, (KIND, pa.string()), (NOTE, pa.string())])
 
 
 def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
-    """Deduplicate and look up: rows to write, keys to delete, and the task's counts, distinguished by `_kind`."""
+    """Deduplicate and look up: rows to write, keys to delete, and the task's counts, distinguished by KIND."""
     schema = enriched_schema(enricher)
 
     def labelled(table: pa.Table, kind: str, note: str | None = None) -> Batches:
@@ -98,7 +98,7 @@ def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
 
 
 def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[Batches], Batches]:
-    """Write the rows that a transform returned (`_kind` W) and delete the touched ids (`_kind` D) that it did not
+    """Write the rows that a transform returned (KIND is W) and delete the touched ids (KIND is D) that it did not
     return.
 
     There are `tasks` tasks, and all rows of a shard are in one task.

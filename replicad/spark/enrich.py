@@ -37,7 +37,7 @@ PIECE = 64 << 20  # bytes of rows in one piece of changes, about: what a task ho
 NOTHING = "SELECT WHERE $1::{ids}[] IS NULL"  # for the proof alone, with the ids of a look-up
 _TRIED = 20  # tables that are tried to find out whether any can be read
 KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
-_THERE, _STANDBY, _HIDES, _SEEN = "_there", "_standby", "_hides", "_seen"
+_THERE, _STANDBY, _HIDES, _SEEN = "_replicad_there", "_replicad_standby", "_replicad_hides", "_replicad_seen"
 _PROOF = f"""
 SELECT pg_catalog.pg_is_in_recovery() AS {_STANDBY},
   pg_catalog.current_setting('row_security') OPERATOR(pg_catalog.<>) 'off' AS {_HIDES},

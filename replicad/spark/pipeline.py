@@ -140,6 +140,8 @@ def make_enricher(config: PipelineConfig, known: Known | None = None) -> Enriche
             key=config.key if len(config.key) > 1 else (),
         ),
     )
+    if config.transform is None:  # otherwise its columns are known when it has run
+        config.sink.check_columns([*layout.schema.names, *KEYS.names])
     _check_changes(config, known, layout.known)
     for source in layout.sources:
         if source.lacking:
@@ -211,6 +213,14 @@ def _after_transform(
     from replicad.spark.batches import spark_schema  # noqa: PLC0415
 
     assert config.transform is not None
+    by_case: dict[str, str] = {}
+    for name in enricher.schema.names:
+        other = by_case.setdefault(name.lower(), name)
+        if other != name and spark.conf.get("spark.sql.caseSensitive") != "true":
+            raise UsageError(
+                f'columns "{other}" and "{name}" differ in case only, which Spark ignores in a transform; '
+                'set "spark.sql.caseSensitive" = "true" in [spark], or list the `columns` that you need'
+            )
     after = config.transform(spark.createDataFrame([], spark_schema(enricher.schema)))
     if not isinstance(after, DataFrame):
         raise UsageError(f"transform: it returned {type(after).__name__}, not a DataFrame")

@@ -141,7 +141,7 @@ def new_columns(table: str, known: Iterable[str]) -> str:
     return _NEW.format(table=literal(table), known=f"ARRAY[{listed}]")
 
 
-UNHELD, ADDED = "_unheld", "_added"
+UNHELD, ADDED = "_replicad_unheld", "_replicad_added"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Layout:
     def query(self, shard: int) -> tuple[str | None, str] | None:
         """The database of a shard (see `TableRule.database`), and SQL that selects the rows with the ids in `$1`.
 
-        A row that Arrow cannot hold has the reason in the column `_unheld`. `_added` has the names of columns that are
+        A row that Arrow cannot hold has the reason in the column UNHELD. ADDED has the names of columns that are
         in the table but not in the layout. None if no rule covers the shard.
         """
         for source in self.sources:
@@ -257,7 +257,8 @@ class Layout:
         return None
 
 
-RESERVED = "_"  # the first character of replicad's own columns: _shard, _seq
+RESERVED = ("_shard", "_seq")  # replicad's own columns downstream
+_OURS = "_replicad_"  # what names of columns of replicad's begin with while rows are on their way
 _LIST_TABLES = """
 SELECT format('%I.%I', n.nspname, c.relname), format('%I', c.relname), pg_catalog.pg_table_is_visible(c.oid)
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
@@ -509,11 +510,11 @@ def _check_columns(columns: Sequence[str] | None, there: Collection[str], rules:
     if missing:
         tables = ", ".join(rule.table for rule in rules)
         raise UsageError(f"no column {missing[0]!r} in {tables}; there are {', '.join(sorted(there))}")
-    ours = [name for name in (there if columns is None else columns) if name.startswith(RESERVED)]
+    ours = [name for name in (there if columns is None else columns) if name in RESERVED or name.startswith(_OURS)]
     if ours:
         raise UsageError(
-            f"column {ours[0]!r}: names that begin with {RESERVED!r} are reserved for replicad's own columns; "
-            "list the columns that you need without it, or rename it in a view"
+            f"column {ours[0]!r}: {', '.join(RESERVED)} and names that begin with {_OURS} are reserved for replicad's "
+            "own columns; list the columns that you need without it, or rename it in a view"
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 
+import deltalake
 import pyarrow as pa
 import pytest
 from helpers import PODS, make_pods, psql
@@ -14,6 +16,14 @@ from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable,
 from replicad.spark.columns import ColumnForms
 from replicad.spark.database import forget, patiently
 from replicad.spark.enrich import Enricher
+from replicad.spark.pipeline import make_enricher
+from replicad.spark.pipeline_config import PipelineConfig
+from replicad.spark.sinks import parquet
+from replicad.spark.sinks.base import BatchId, Shape, Sink
+from replicad.spark.sinks.bulk import BulkSink
+from replicad.spark.sinks.delta import DeltaSink
+from replicad.spark.sinks.parquet import ParquetSink
+from replicad.spark.sinks.postgres import PostgresSink
 from replicad.spark.tables import TableRule, WantedColumns, find_layout
 from replicad.spark.touches import TOUCH_SCHEMA, deduplicate
 from replicad.tubes.shards import ShardSet
@@ -208,3 +218,48 @@ def test_pieces_are_bounded_in_bytes_whatever_the_length_of_rows(url: str, monke
     for change in found:
         assert change.writes.nbytes <= 3 * piece or change.writes.num_rows == 1, "a piece, and what the driver has read"
     assert len(found) < 60, "the size grows again behind the long rows"
+
+
+def test_columns_of_other_tools_that_begin_with_an_underscore_are_carried(url: str, tmp_path: Path) -> None:
+    """dlt, Airbyte and MongoDB's tools make such columns; a name of ours on the way must not be one of them."""
+    names = ["_dlt_id", "_airbyte_raw_id", "_gone", "_kind", "_note", "_there", "_seen", "_unheld", "_added"]
+    psql(url, f"CREATE TABLE loaded (id bigint PRIMARY KEY, {', '.join(f'{name} text' for name in names)}, at date)")
+    values = ", ".join(f"n || '{name}'" for name in names)
+    psql(
+        url,
+        f"INSERT INTO loaded SELECT n, {values} FROM generate_series(1, 3) n",
+    )
+    layout = find_layout(url, [TableRule("public.loaded")], WantedColumns("id", following=True))
+    enricher = Enricher(url, layout, PODS)
+    sinks = [ParquetSink(tmp_path / "p"), DeltaSink(str(tmp_path / "d")), PostgresSink(url, "dw.loaded")]
+    shape = Shape(enricher.schema, "id", layout.types)
+    for sink in sinks:
+        sink.prepare(shape)
+        for number in range(2):
+            batch = BatchId("q", number)
+            found = enricher.changes(touches((1, 1, 1), (1, 2, 1), (1, 9, 1)))
+            sink.commit(batch, [sink.apply(shape, batch, 0, found)])
+    wanted = [[str(row) + name for name in names] for row in (1, 2)]
+    for rows in (parquet.table(tmp_path / "p"), deltalake.DeltaTable(str(tmp_path / "d")).to_pyarrow_table()):
+        assert sorted([row[name] for name in names] for row in rows.to_pylist()) == wanted
+    assert psql(url, "SELECT count(*) FROM dw.loaded WHERE _note = id || '_note'") == "2"
+
+
+def test_names_that_a_downstream_cannot_have_are_refused_before_spark_starts(url: str, tmp_path: Path) -> None:
+    psql(url, 'CREATE TABLE odd (id bigint PRIMARY KEY, "Name" text, name text, _id text, _dlt_id text)')
+
+    def start(sink: Sink, *columns: str) -> None:
+        make_enricher(PipelineConfig("t", url, "odd", sink, tmp_path / "c", columns=columns or "*"))
+
+    delta, index = DeltaSink(str(tmp_path / "d")), BulkSink("http://127.0.0.1:1", "odd")
+    with pytest.raises(UsageError, match=r'columns "Name" and "name" differ in case only, and Delta cannot have both'):
+        start(delta)
+    with pytest.raises(UsageError, match=r"column '_id': documents of an index cannot have a field of that name"):
+        start(index)
+    start(delta, "name", "_id")
+    start(index, "Name", "name", "_dlt_id")
+    start(ParquetSink(tmp_path / "p"))
+    start(PostgresSink(url, "dw.odd"))
+    psql(url, 'CREATE TABLE odd2 (id bigint PRIMARY KEY, "ID" text)')
+    with pytest.raises(UsageError, match='columns "id" and "ID" differ in case only'):
+        make_enricher(PipelineConfig("t", url, "odd2", delta, tmp_path / "c"))

@@ -114,6 +114,9 @@ class Sink(ABC):
     settle: float = 0.0
     casts: ClassVar[bool] = False
 
+    def check_columns(self, names: Sequence[str]) -> None:  # noqa: B027 - most take all
+        """Raise UsageError if the downstream cannot have columns of these names. Without Spark and without a server."""
+
     @abstractmethod
     def prepare(self, shape: Shape) -> None:
         """On the driver, before the query starts: create missing objects, refuse objects of another shape.

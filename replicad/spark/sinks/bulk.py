@@ -20,7 +20,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -37,6 +37,11 @@ from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 _DIGITS_OF_LONG = 18
 _FRESH = 45.0  # seconds from the load of a row to its write; less than the 60 s of index.gc_deletes
+_METADATA = frozenset({
+    "_id", "_index", "_type", "_source", "_routing", "_field_names", "_ignored", "_ignored_source", "_meta", "_tier",
+    "_doc_count", "_size", "_nested_path", "_version", "_seq_no", "_primary_term", "_data_stream_timestamp",
+    "_inference_fields", "_recovery_source", "_tsid", "_ts_routing_hash",
+})  # fmt: skip
 _CONFLICT = 409  # with external versions: the index has a later version
 _VERSION = re.compile(r"current version \[(\d+)\]")
 Encode = Callable[[Any], str]
@@ -235,8 +240,18 @@ class BulkSink(Sink):
         except (KeyError, IndexError, ValueError) as error:
             raise UsageError(f"document_id {self.document_id!r}: write it like {{shard}}:{{id}} ({error})") from None
 
-    def prepare(self, shape: Shape) -> None:  # noqa: ARG002
+    def check_columns(self, names: Sequence[str]) -> None:
+        """A document cannot have the names of the index's metadata."""
+        ours = [name for name in names if name in _METADATA or name in FIELDS.values()]
+        if ours:
+            raise UsageError(
+                f"column {ours[0]!r}: documents of an index cannot have a field of that name; list the `columns` that "
+                "you need without it, or rename it in a view"
+            )
+
+    def prepare(self, shape: Shape) -> None:
         """Check that the server can be reached and accepts our login. It creates the index with the first document."""
+        self.check_columns(shape.schema.names)
         status, answer = self._request("GET", "/", None)
         if status >= 400:
             raise UsageError(f"{mask_secrets(self.url)} refuses us with status {status}: {_shortened(answer)}")

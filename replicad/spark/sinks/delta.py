@@ -29,7 +29,7 @@ from replicad.spark.enrich import EnrichedRows, conform
 from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, written
 
 STAGING = "_replicad"  # Delta and its VACUUM ignore folders that begin with _
-_GONE = "_gone"
+_GONE = "_replicad_gone"
 _ORPHAN_AGE = 86400.0  # seconds after which a staged file must be from a crash, not from a slow task
 _STEPS = 20  # low bits of a transaction's version: the step of the batch
 _MARK = " mark"  # after the query's id: the transaction whose version is the mark of the last batch
@@ -52,8 +52,20 @@ class DeltaSink(Sink):
         uri = re.sub("^s3a:", "s3:", self.uri) if local is None else str(local.absolute())
         object.__setattr__(self, "uri", uri)
 
+    def check_columns(self, names: Sequence[str]) -> None:
+        """The names of columns in Delta are the same if they differ in case only."""
+        seen: dict[str, str] = {}
+        for name in names:
+            other = seen.setdefault(name.lower(), name)
+            if other != name:
+                raise UsageError(
+                    f'columns "{other}" and "{name}" differ in case only, and Delta cannot have both; list the '
+                    "`columns` that you need, or rename one in a view"
+                )
+
     def prepare(self, shape: Shape) -> None:
         """Create the table, or refuse one with other columns; remove old staged files that a crash left."""
+        self.check_columns(shape.schema.names)
         store, root = _store(self.uri)
         made = _deltalake().DeltaTable.create(
             self.uri, shape.schema, mode="ignore", storage_options=self.storage or None

@@ -174,16 +174,20 @@ class Copying:
                     ahead = None
                 if self._size > catchups.limits.sizes.smallest and piece.upto < segment.upto:
                     ahead = catchups.ask(self._asker, feed, segment, piece.upto, self._size)
-                at = self._at = await self._send_piece(piece, segment, at, seen)
+                at = self._at = await self._send_piece(piece, segment, at, epoch, seen)
         finally:
             if ahead is not None:
                 catchups.leave(ahead)
         return True
 
-    async def _send_piece(self, piece: Piece, segment: Segment, after: int, seen: LastTokens) -> int:
-        """Send the rows of a piece that are wanted; returns up to where. Less than all if it is dropped meanwhile."""
+    async def _send_piece(self, piece: Piece, segment: Segment, after: int, epoch: str, seen: LastTokens) -> int:
+        """Send the rows of a piece that are wanted; returns up to where. Less than all if it is dropped meanwhile.
+
+        `epoch`: the generation in which the piece was asked for. In a later one it says nothing about the rows that
+        were sent, so it is not counted for the audit.
+        """
         began, begin = trio.current_time(), after
-        epoch, counted = self.feed.stream.epoch, self.feed.tally.affords(piece.size)
+        counted = self.feed.tally.affords(piece.size)
         sent, rows, most = 0, 0, min(TOGETHER, self._size)
         chunks, size = list[Chunk](), 0
         for chunk in piece.lines(after, segment.upto):

@@ -20,7 +20,7 @@ from replicad.protocol.tokens import Vector
 from replicad.streams.acks import ReaderAck
 from replicad.streams.chunks import MAX_ROW, Chunk, chunk_of, no_longer
 from replicad.streams.lineage import Generation, Lineage
-from replicad.streams.registry import Method, Published, Rewound, Stream
+from replicad.streams.registry import Method, Published, RetentionChange, Rewound, Stream
 from replicad.streams.row_pieces import Segment
 from replicad.streams.row_text import MASTER, Range, wire_instance
 from replicad.streams.rows import ChunkSink
@@ -286,8 +286,8 @@ class MemoryStore:
         self._begin(stream, "rows_skipped", Vector(upto))
         return Rewound(self.streams[stream.name].epoch, None)
 
-    async def keep(self, stream: Stream, lowest: int | None, position: int) -> int | None:
-        return None
+    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> RetentionChange:
+        return RetentionChange(None, None)
 
     async def taken(self, stream: Stream, after: int) -> int:
         await self.answer("registry")
@@ -393,8 +393,8 @@ class MemoryLook:
             after, upto, sum(after < row[0] <= upto and row[0] not in skipped for row in self._table.rows)
         )
 
-    async def lowest(self) -> int | None:
-        return min((row[0] for row in self._table.rows), default=None)
+    async def lowest(self) -> tuple[int | None, int | None]:
+        return min((row[0] for row in self._table.rows), default=None), None
 
     async def attached(self, table: str, before: int, position: int) -> Sequence[Attached]:
         return [rows for name, rows in self._table.attached.values() if name == table]

@@ -7,6 +7,7 @@ extra `arrow` and are imported with the first block. Without them the daemon can
 from __future__ import annotations
 
 import importlib
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,7 @@ _EPOCH = 946_684_800_000_000  # microseconds from 1970, where Arrow counts from,
 _FIXED = [("seq", ">i8"), ("shard", ">i4"), ("count", ">i4"), ("ts", ">i8"), ("op", ">i4")]  # see tube_columns_sql
 _ID = [("length", ">i4"), ("value", ">i8")]
 _ID_LENGTH = 8  # bytes of a bigint
+_LENGTH = struct.Struct(">i").unpack_from
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an IPC stream
 
 
@@ -203,7 +205,9 @@ def _ids_with_nulls(data: bytes, total: int) -> Sequence[int | None]:
 
 
 def _text_ids(rows: Sequence[bytes], total: int) -> pa.Array:
-    """Decode ids of kind text. If all have one length, as uuids have, numpy removes the lengths at once."""
+    """Decode ids of kind text: find the lengths one by one, and remove them from the bytes at once. If all have one
+    length, as uuids have, numpy finds them too.
+    """
     import numpy as np  # noqa: PLC0415
     import pyarrow as pa  # noqa: PLC0415
 
@@ -215,15 +219,21 @@ def _text_ids(rows: Sequence[bytes], total: int) -> pa.Array:
             offsets = np.arange(0, len(ids) * length + 1, length, dtype=np.int32)
             texts = np.ascontiguousarray(ids["text"])
             return pa.Array.from_buffers(pa.string(), len(ids), [None, pa.py_buffer(offsets), pa.py_buffer(texts)])
-    found: list[bytes | None] = []
-    at = 0
-    for _ in range(total):
-        length = int.from_bytes(data[at : at + 4], "big", signed=True)
-        at += 4
-        found.append(None if length == -1 else data[at : at + length])
-        at += max(length, 0)
-    _check_decoded(at == len(data))
-    return pa.array(found, pa.string())
+    lengths: list[int] = []
+    at, end = 0, len(data)
+    while at + 4 <= end:
+        (length,) = _LENGTH(data, at)
+        if length < -1:
+            break
+        lengths.append(length)
+        at += 4 if length == -1 else 4 + length
+    _check_decoded(len(lengths) == total and at == end)
+    sizes = np.array(lengths, np.int64)
+    begins = np.concatenate(([0], np.cumsum(4 + np.maximum(sizes, 0))))[:-1]
+    kept = np.ones(end, bool)
+    for byte in range(4):
+        kept[begins + byte] = False
+    return _texts(sizes, np.frombuffer(data, np.uint8)[kept].tobytes())
 
 
 def _check_decoded(complete: bool) -> None:

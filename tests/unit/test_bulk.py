@@ -216,6 +216,33 @@ def test_the_daemon_and_spark_mean_the_same_columns() -> None:
         assert columns.schema(payload=payload) == arrow.schema(payload=payload)
 
 
+def sent(ids: list[str | None]) -> bytes:
+    """The ids of kind text as Postgres sends them."""
+    texts = [None if id is None else id.encode() for id in ids]
+    return b"".join(struct.pack(">i", -1) if text is None else struct.pack(">i", len(text)) + text for text in texts)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.text() | st.none() | st.uuids().map(str), max_size=5), min_size=1, max_size=5))
+def test_ids_of_kind_text_come_out_of_a_block_as_they_went_in(found: list[list[str | None]]) -> None:
+    fixed = b"".join(struct.pack(">qiiqi", n, 0, len(ids), 0, ord("U")) for n, ids in enumerate(found))
+    made = Columns(len(found), len(found), fixed, tuple(map(sent, found)), keys="text")
+    _, body, end = columns.render("t", PART, made)
+    data = bytes(columns.render("t", PART, made)[0].partition(b"\n")[2]) + bytes(body) + bytes(end)[:-1]
+    batch = arrow.block_batch(PodBlock(len(found), memoryview(data)), payload=False, keys="text")
+    batch.validate(full=True)
+    assert batch.column("ids").to_pylist() == found
+    with pytest.raises(RemoteProtocolError, match="ids of kind bigint"):
+        arrow.block_batch(PodBlock(len(found), memoryview(data)), payload=False)
+
+
+@pytest.mark.parametrize("data", [b"ab", b"\0\0\0\3ab", b"\xff\xff\xff\xf0abcd", b"\0\0\0\1aX", b""])
+def test_texts_that_are_no_one_dimensional_array_are_refused(data: bytes) -> None:
+    fixed = struct.pack(">qiiqi", 1, 0, 1, 0, ord("U"))
+    with pytest.raises(TubeRefused, match="not one-dimensional"):
+        columns.record_batch(Columns(1, 1, fixed, (data,), keys="text"))
+
+
 def test_ids_of_more_than_one_dimension_are_refused_and_never_misread() -> None:
     pod = {"seq": 1, "op": "U", "shard": 0, "ids": [1, 2], "payload": None, "ts": 0}
     whole = packed([pod], 1)

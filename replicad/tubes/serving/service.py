@@ -49,6 +49,7 @@ from replicad.tubes.serving.requests import Books, TubeRequests
 from replicad.tubes.serving.waiting import ClaimWaiters, PodWaiters, Readiness, TubeIntervals
 from replicad.tubes.untouched import TriggerLooks
 
+CHECK_SHARE = 50  # comparing the rows of all triggers may take a 50th of the time: with thousands of tables it is slow
 FEW = 5000  # pods of a tube that are counted in one pass over its table
 COUNTED = ("pods", "age_s", "backfill_pods", "backfill_age_s", "parked")  # by a look at the tables
 FAMILIES = (*TUBE_COLUMNS.families, *PARTITION_COLUMNS.families)
@@ -203,6 +204,7 @@ class TubeService:
         self._pace = pace
         self._untouched = books.untouched
         self._history = books.history
+        self._check_at = 0.0  # when the rows of all triggers are compared again
         self._backfiller = books.backfiller
         self._troubles = troubles
         self._waiters = PodWaiters(books.pods, troubles, pace)
@@ -290,8 +292,10 @@ class TubeService:
 
     async def _look_at_triggers(self) -> None:
         """Report attached tables whose changes are not recorded. The pods of their tube are served all the same."""
-        if self.tubes:
+        began = trio.current_time()
+        if self.tubes and began >= self._check_at:
             await self._history.check_triggers()
+            self._check_at = began + (trio.current_time() - began) * CHECK_SHARE
         found = await self._untouched() if self.tubes else {}
         for name in self.tubes:
             if name in found:

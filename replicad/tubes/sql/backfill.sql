@@ -232,7 +232,7 @@ $$;
 -- present change, so it is no substitute. Raises RT001, RT005. Writes the tube, tube_backfill and tube_shard.
 CREATE OR REPLACE FUNCTION tube_backfill_request(
     tube text, order_col text, shard_from integer, shard_to integer, queue boolean = true
-) RETURNS TABLE (tbl regclass, shard integer, state text)
+) RETURNS TABLE (tbl text, shard integer, state text)
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
@@ -251,7 +251,7 @@ BEGIN
                 AND b.order_col <> wanted) THEN
             PERFORM tube_backfill_stop(a.tube, a.tbl);
         END IF;
-        tbl := a.tbl;
+        tbl := tube_qualified(a.tbl);
         shard := a.shard;
         state := CASE WHEN NOT tube_backfilling(a.tube, a.tbl, a.shard) THEN 'scheduled'
             WHEN queue THEN 'queued' ELSE 'running' END;

@@ -11,9 +11,11 @@ from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
+import pytest
 import trio
 
 from replicad.config.settings import parse_address
+from tests.lengths import LONG
 
 from .conftest import Netcat
 from .test_process_bounds import HANG, Served, serving
@@ -164,3 +166,53 @@ async def test_secrets_certificates_and_rights_are_changed_without_a_restart(dat
         "client": "billing", "verb": "relay", "object": None,
     }  # fmt: skip
     assert [entry["client"] for entry in served.events("access_changed")] == ["billing", "billing"]
+
+
+CLIENTS = 5000 if LONG else 1500
+PAUSE = 0.05  # seconds that nobody is answered, on a quiet machine
+
+
+@pytest.mark.stress
+async def test_clients_are_answered_while_a_file_of_thousands_of_clients_is_read_again(
+    database_url: str, tmp_path: Path
+) -> None:
+    file, waits = tmp_path / "access.toml", list[float]()
+
+    def write(allow: str) -> None:
+        file.write_text(
+            "".join(
+                f'[client.c{number}]\ntoken_sha256 = "{sha256(f"{SECRET}{number}".encode()).hexdigest()}"\n'
+                f"allow = [{allow}]\n"
+                for number in range(CLIENTS)
+            )
+        )
+
+    write('"list *"')
+    with serving(Served(tmp_path, database_url, "--access-file", str(file))) as served:
+        await served.wait_ready()
+        async with served.connect() as nc, trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                await nc.send(f"AUTH c7.{SECRET}7")
+                while True:
+                    began = trio.current_time()
+                    await nc.send("STREAMS")
+                    await nc.until("STREAMS.*")
+                    waits.append(trio.current_time() - began)
+                    await trio.sleep(0.005)
+
+            nursery.start_soon(ask)
+            with trio.fail_after(HANG):
+                while not waits:
+                    await trio.sleep(0.01)
+            waits.clear()
+            began = trio.current_time()
+            write('"list *", "relay"')
+            served.process.send_signal(signal.SIGHUP)
+            await served.wait_event("reloaded")
+            took = trio.current_time() - began
+            nursery.cancel_scope.cancel()
+        assert len(served.events("access_changed")) == CLIENTS
+    print(f"{CLIENTS} clients were read in {took:.1f} s; {len(waits)} answers, the longest after {max(waits):.3f} s")
+    assert max(waits) < took / 3
+    assert not LONG or max(waits) < PAUSE

@@ -9,6 +9,7 @@ import pytest
 
 from replicad.errors import DatabaseError, TubeRefused
 from replicad.postgres.bridge import Database
+from replicad.postgres.schema import script
 
 Pod = tuple[str, int, list[Any]]
 Take = Callable[[str], Awaitable[list[Pod]]]
@@ -371,3 +372,55 @@ async def test_another_predicate_of_the_tube_holds_for_a_table_with_a_key_of_its
     )
     await db.execute("INSERT INTO films VALUES (1, 0), (2, 1)")
     assert await db.fetch_value("SELECT array_agg(id) FROM (SELECT unnest(ids) AS id FROM tube.a) AS put") == [2]
+
+
+@pytest.mark.parametrize("kind", ["uuid", "text", "date", "three", "pair"])
+@pytest.mark.parametrize("more", ["", ", routing => 'v'"])
+async def test_keys_of_a_table_of_another_role_are_read_with_its_rights(
+    db: Database, take: Take, kind: str, more: str
+) -> None:
+    columns, row, first = TEXTS[kind]
+    owner = "key_owner_of_tests"
+    await db.execute(
+        f"DO $$ BEGIN CREATE ROLE {owner}; EXCEPTION WHEN duplicate_object THEN NULL; END $$;"
+        f"CREATE SCHEMA sh1 AUTHORIZATION {owner}; {TYPES} CREATE TABLE sh1.t ({columns}, v integer);"
+        f"ALTER TABLE sh1.t OWNER TO {owner}; SELECT tube.tube_ensure_exists('a');"
+        f"SELECT tube.tube_table_ensure_attached('a', 'sh1.t'{more})"
+    )
+    await db.execute(SETTING + f"INSERT INTO sh1.t SELECT {row}, n FROM generate_series(1, 3) n; RESET ALL")
+    shards = [1, 2, 3] if more else [1]
+    everything = await texts(db, text_of(columns, first))
+    assert [shard for _, shard, _ in await take("a")] == shards
+    await db.fetch("SELECT sh1.t_touch($1::text[])", everything)
+    pods = await take("a")
+    assert [shard for _, shard, _ in pods] == shards
+    assert [i for _, _, ids in pods for i in ids] == everything
+    await backfill(db)
+    assert [i for op, _, ids in await take("a") if op == "B" for i in ids] == everything
+    step1 = await db.fetch_value("SELECT tube.tube_backfill_step1()")
+    await db.execute("SELECT tube.tube_backfill_step3($1, 'a', 'sh1.t', 'v')", step1)
+    assert [i for op, _, ids in await take("a") if op == "B" for i in ids] == everything
+    await db.execute(SETTING + "TRUNCATE sh1.t; RESET ALL")
+    pods = await take("a")
+    assert sorted(i for _, _, ids in pods for i in ids) == sorted(everything)
+    assert [shard for _, shard, _ in pods] == shards
+    await db.execute(f"SELECT tube.tube_ensure_absent('a'); DROP OWNED BY {owner} CASCADE; DROP ROLE {owner}")
+
+
+@pytest.mark.parametrize("keys", ["bigint", "text"])
+async def test_a_new_tube_has_one_trigger_function_which_the_key_id_uses(db: Database, keys: str) -> None:
+    await db.execute("SELECT tube.tube_ensure_exists('a', keys => $1)", keys)
+    functions = "SELECT proname FROM pg_proc WHERE proname ~ '^a_trigger'"
+    assert [row[0] for row in await db.fetch(functions)] == ["a_trigger"]
+    await db.execute("CREATE TABLE t (id uuid PRIMARY KEY)" if keys == "text" else "CREATE TABLE t (id integer)")
+    await db.execute("SELECT tube.tube_table_ensure_attached('a', 't', 1)")
+    assert [row[0] for row in await db.fetch(functions)] == ["a_trigger"]
+
+
+async def test_an_upgrade_keeps_tubes_of_texts(db: Database, take: Take, tube_url: str, psql_script: Any) -> None:
+    await attach_texts(db, "three", ", routing => 'v'")
+    before = await db.fetch("SELECT proname, prosrc FROM pg_proc WHERE proname ~ '^(a|t)_t' ORDER BY 1")
+    psql_script(tube_url, script("tube", "tube", "up"))
+    assert await db.fetch("SELECT proname, prosrc FROM pg_proc WHERE proname ~ '^(a|t)_t' ORDER BY 1") == before
+    await db.execute(f"INSERT INTO sh1.t SELECT {TEXTS['three'][1]}, n FROM generate_series(1, 1) n")
+    assert await take("a") == [("I", 1, [TEXTS["three"][2]])]

@@ -328,7 +328,12 @@ class PodReads:
             planned = Planned(*short)
         else:
             planned = Planned(await self._pods.plan(tube, part, term, after, bounds))
-        if command.early is None or not as_lines or (planned.at.pods and short is None):
+        if (
+            command.early is None
+            or not self._waiters.is_held(tube)
+            or not as_lines
+            or (planned.at.pods and short is None)
+        ):
             return planned
         return await self._add_early(command, bounds, planned)
 

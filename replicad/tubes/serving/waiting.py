@@ -128,9 +128,10 @@ class ClaimWaiters:
             claimant.wake()
 
 
+EARLY_AFTER = 0.02  # seconds without a move of a position before pods above it are read: most transactions are shorter
 EARLY_FIRST = 0.004  # seconds between two looks for pods above a position that is held back; each takes 0.3 ms
 EARLY_GROWTH = 1.2  # of that pause while no seq is given out
-EARLY_LONGEST = 0.05
+EARLY_LONGEST = 0.02
 JUST_NOW = 1.0  # seconds since a partition was read to the end; the loss of a lease is noticed at the latest after them
 
 
@@ -176,6 +177,7 @@ class PodWaiters:
         self._failing: set[str] = set()  # tubes whose last query failed
         self._behind: set[str] = set()  # tubes with a waiting request that was read less far than `_seen`
         self._last_values: dict[str, int] = {}  # the last seqs of tubes whose position is held back below it
+        self._stood_at: dict[str, float] = {}  # when the position of a tube moved last
         self._looking_early: set[str] = set()  # tubes for which `_look_early` runs
         self._ends: dict[str, dict[Part, _End]] = {}  # by tube
 
@@ -188,13 +190,18 @@ class PodWaiters:
             self._moved.set()
         if self._positions.get(tube) != position:
             self._positions[tube] = position
+            self._stood_at[tube] = trio.current_time()
             self._moved.set()
             self._arrived.set()
             self._arrived = trio.Event()
 
+    def is_held(self, tube: str) -> bool:
+        """Whether more than a short transaction holds the position back, so that pods above it are worth a read."""
+        return tube in self._last_values and trio.current_time() >= self._stood_at.get(tube, 0.0) + EARLY_AFTER
+
     def note_unknown(self, tube: str, last_value: int | None) -> None:
         """There is no position, because transactions from before the first poll are open: only early pods are sent."""
-        if tube not in self._positions and last_value is not None:
+        if not self._positions.get(tube) and last_value is not None:
             self.note_position(tube, 0, last_value)
 
     def forget(self, tube: str) -> None:
@@ -316,7 +323,8 @@ class PodWaiters:
                 last_value = self._last_values[tube]
                 pause = EARLY_FIRST if last_value != before else min(pause * EARLY_GROWTH, EARLY_LONGEST)
                 before = last_value
-                await self._wake_early(tube)
+                if self.is_held(tube):
+                    await self._wake_early(tube)
                 await trio.sleep(pause)
         finally:
             self._looking_early.discard(tube)

@@ -93,6 +93,16 @@ def test_help_and_ping_load_neither_trio_nor_drivers_nor_spark() -> None:
     assert done.stderr.splitlines()[1:] == ["[]", "[]"]  # after what `ping` says
 
 
+def test_the_features_that_are_served_load_no_package_of_an_extra() -> None:
+    script = (
+        "import sys; from replicad.features import served; served()\n"
+        "extras = {'hiredis', 'h11', 'prometheus_client', 'pyarrow', 'pyspark'}\n"
+        "print(sorted(extras & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

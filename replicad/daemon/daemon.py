@@ -48,7 +48,7 @@ from replicad.daemon.service import Feature, Host, Job, Service
 from replicad.daemon.session import Session
 from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.troubles import Troubles
-from replicad.daemon.turns import Turns
+from replicad.daemon.turns import YieldQueue
 from replicad.errors import (
     DatabaseError,
     DatabaseRefused,
@@ -587,7 +587,7 @@ async def _serving(
             full=full,
             refused=hub.refuse,
             secure=entrance.handshakes,
-            give_way=Turns(patience=0.001).next,
+            give_way=YieldQueue(patience=0.001).next,
             first_line=settings.limits.first_line,
             too_long=_first_line_too_long(settings, wants_token=not entrance.access.open_to_all),
             pauses=pauses,

@@ -20,7 +20,7 @@ from replicad.daemon.fairness import ByAddress
 from replicad.daemon.outbox import Rounds, SendRounds
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
-from replicad.daemon.turns import TURN_BYTES, TURN_LINES, Turns
+from replicad.daemon.turns import TURN_BYTES, TURN_LINES, YieldQueue
 from replicad.keeping import Newest
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
@@ -96,7 +96,7 @@ SLICE = 25  # sessions that get them in one turn: a quarter of a millisecond
 class Announcing:
     """The lines that wait to be handed out, in their order."""
 
-    def __init__(self, listeners: Collection[Session], most: int, turns: Turns) -> None:
+    def __init__(self, listeners: Collection[Session], most: int, turns: YieldQueue) -> None:
         """`most`: the bytes that may wait; if more do, the oldest lines are dropped."""
         self._turns = turns
         self.announced = self.dropped = 0  # lines, since the start
@@ -291,7 +291,7 @@ class Hub:
         self.limit = limit
         self.timing = Timing(limits.ping_interval, limits.peer_timeout, limits.line_timeout)
         self.deadlines = Deadlines()
-        self.turns = Turns(TURN_LINES, TURN_BYTES)
+        self.turns = YieldQueue(TURN_LINES, TURN_BYTES)
         self.rounds = SendRounds()
         self.ends = Rounds(ENDS)
         self.handshakes = Underway(limits.tls_handshakes)

@@ -24,7 +24,7 @@ from replicad.daemon.fairness import Asker, network_of
 from replicad.daemon.hub import Hub
 from replicad.daemon.outbox import Outbox, Piece
 from replicad.daemon.service import HangUp
-from replicad.daemon.turns import Turns
+from replicad.daemon.turns import YieldQueue
 from replicad.errors import (
     DatabaseError,
     LocalProtocolError,
@@ -87,7 +87,7 @@ def error_line(text: str) -> Error:
     return Error(sendable(text))
 
 
-async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns: Turns, address: str) -> None:
+async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns: YieldQueue, address: str) -> None:
     """Send ERROR and close this side; then read what the peer sends until it closes its side, at most `drain` bytes.
 
     With `drain` 0 only input that has arrived is read. Closing with unread input would send a reset, which can discard

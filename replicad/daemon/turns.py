@@ -25,7 +25,7 @@ TURN_BYTES = 8 << 10  # splitting so much into lines takes less than a milliseco
 PATIENCE = 0.005  # seconds; so the queue moves on even if the event loop is never idle
 
 
-class Turns:
+class YieldQueue:
     """The budget of a turn, and the queue of tasks that have used theirs up."""
 
     def __init__(self, lines: int = 1, size: int = 1, patience: float = PATIENCE) -> None:

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from replicad.daemon.hub import BATCH, SLICE, Announcing
 from replicad.daemon.session import Session
-from replicad.daemon.turns import PATIENCE, TURN_LINES, Turns
+from replicad.daemon.turns import PATIENCE, TURN_LINES, YieldQueue
 from replicad.protocol.states import CloseReason
 
 from .test_newcomers import Door, Open, door
@@ -33,7 +33,7 @@ class Ear:
 
 
 async def test_work_in_masses_waits_while_anything_else_can_run(autojump_clock: MockClock) -> None:
-    turns = Turns(1, 1)
+    turns = YieldQueue(1, 1)
     done: list[str] = []
 
     async def light() -> None:
@@ -53,7 +53,7 @@ async def test_work_in_masses_waits_while_anything_else_can_run(autojump_clock: 
 
 
 async def test_those_that_wait_for_a_turn_go_on_one_by_one() -> None:
-    turns = Turns(1, 1)
+    turns = YieldQueue(1, 1)
     order: list[int] = []
 
     async def heavy(number: int) -> None:
@@ -69,7 +69,7 @@ async def test_those_that_wait_for_a_turn_go_on_one_by_one() -> None:
 
 
 async def test_a_crowd_that_waits_delays_another_client_by_one_turn() -> None:
-    turns = Turns()
+    turns = YieldQueue()
     order: list[str] = []
 
     async def wait(client: str) -> None:
@@ -84,7 +84,7 @@ async def test_a_crowd_that_waits_delays_another_client_by_one_turn() -> None:
 
 
 async def test_the_queue_moves_on_though_the_loop_is_never_idle() -> None:
-    turns = Turns(1, 1)
+    turns = YieldQueue(1, 1)
     async with trio.open_nursery() as nursery:
 
         async def spin() -> None:
@@ -131,7 +131,7 @@ async def test_newcomers_whose_lines_do_not_end_wait_for_a_turn_each(door: Open,
 
 
 def announcing_to(ears: list[Ear], most: int) -> Announcing:
-    return Announcing(cast(list[Session], ears), most, Turns(1, 1))
+    return Announcing(cast(list[Session], ears), most, YieldQueue(1, 1))
 
 
 async def test_announcements_go_out_in_slices_and_together(nursery: trio.Nursery, autojump_clock: MockClock) -> None:

@@ -2,10 +2,10 @@
 
 A connection passes the same admission as a client of the protocol: it waits its turn by address (`Arrivals`), counts
 within `--max-connections`, and is a newcomer as long as it has not sent a whole request. The oldest newcomer of the
-address that has the most gives way. Each further request of a connection waits for a turn of its address too (`Turns`),
-so hundreds of connections that ask at the same time make a turn of the event loop no longer. Requests that cost
-something hold one of `Limits.http_connections` places; a health check does not. A request whose peer does not read the
-answer loses its place first.
+address that has the most gives way. Each further request of a connection waits for a turn of its address too
+(`YieldQueue`), so hundreds of connections that ask at the same time make a turn of the event loop no longer. Requests
+that cost something hold one of `Limits.http_connections` places; a health check does not. A request whose peer does
+not read the answer loses its place first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from replicad.daemon.files import guest_files
 from replicad.daemon.listener import Acceptor, listen
 from replicad.daemon.service import Host
 from replicad.daemon.supervision import keep_running
-from replicad.daemon.turns import Turns
+from replicad.daemon.turns import YieldQueue
 from replicad.operations.http import wire
 from replicad.operations.http.console import FILES, Console
 from replicad.operations.http.entry import Caller, calling, refuse_controls
@@ -277,7 +277,7 @@ class HttpServer:
         host.figures.add(surroundings)
         self._pages = HttpPages(host, self._looks, surroundings)
         self._desk = Desk(host.settings.limits.http_connections)
-        self._turns = Turns()
+        self._turns = YieldQueue()
         self._acceptor: Acceptor | None = None
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -296,7 +296,7 @@ class HttpServer:
                     full=FULL,
                     refused=host.hub.refuse,
                     secure=host.handshakes,
-                    give_way=Turns(patience=0.001).next,
+                    give_way=YieldQueue(patience=0.001).next,
                     first_line=wire.HEAD_BYTES,
                     line_end=wire.HEAD_END,
                     too_long=TOO_LONG,

@@ -25,7 +25,7 @@ from replicad.daemon.listener import Acceptor, AcceptQueues, listen
 from replicad.daemon.relay import Relay
 from replicad.daemon.session import Inlet, Session
 from replicad.daemon.troubles import Troubles
-from replicad.daemon.turns import TURN_BYTES, TURN_LINES, Turns
+from replicad.daemon.turns import TURN_BYTES, TURN_LINES, YieldQueue
 from tests.vocabulary import EVERY
 
 from .test_poller_and_relay import Bus
@@ -58,7 +58,7 @@ class Server:
             full=b"ERROR full\n",
             refused=self.hub.refuse,
             secure=None if tls is None else Handshakes(tls, self.hub, self.settings.limits.tls_timeout),
-            give_way=Turns(patience=0.001).next,
+            give_way=YieldQueue(patience=0.001).next,
         )
         nursery.start_soon(self.hub.run)
 

@@ -424,3 +424,11 @@ async def test_an_upgrade_keeps_tubes_of_texts(db: Database, take: Take, tube_ur
     assert await db.fetch("SELECT proname, prosrc FROM pg_proc WHERE proname ~ '^(a|t)_t' ORDER BY 1") == before
     await db.execute(f"INSERT INTO sh1.t SELECT {TEXTS['three'][1]}, n FROM generate_series(1, 1) n")
     assert await take("a") == [("I", 1, [TEXTS["three"][2]])]
+
+
+async def test_a_key_that_gets_another_type_has_its_text_whatever_the_settings(db: Database, take: Take) -> None:
+    await attach(db, "id text PRIMARY KEY")
+    await db.execute("INSERT INTO sh1.t VALUES ('2026-02-03')")
+    await db.execute("ALTER TABLE sh1.t ALTER id TYPE date USING id::date")
+    await db.execute(SETTING + "INSERT INTO sh1.t VALUES ('2026-02-04'::date); RESET ALL")
+    assert [ids for _, _, ids in await take("a")] == [["2026-02-03"], ["2026-02-04"]]

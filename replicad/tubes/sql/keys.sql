@@ -100,13 +100,6 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     END
 $$;
 
--- tube_key_is_fixed(tbl, key): whether the text of the key is the same under all settings of a session. Writes nothing.
-CREATE OR REPLACE FUNCTION tube_key_is_fixed(tbl regclass, key name[]) RETURNS boolean
-LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT tube_key_types(tbl, key)
-        <@ ARRAY['smallint', 'integer', 'bigint', 'numeric', 'boolean', 'uuid', 'text', 'character varying', 'bpchar', 'name']
-$$;
-
 -- tube_key_present_sql(key): SQL for whether a row has a key: no column of it is NULL. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_key_present_sql(key name[]) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$

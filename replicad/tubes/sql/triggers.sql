@@ -108,12 +108,11 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     t tube_registry := tube_find(tube);
     owner oid := tube_runs_as(tbl);
-    unfixed boolean := tbl IS NOT NULL AND NOT tube_key_is_fixed(tbl, key);
-    fixed boolean := coalesce(predicate, routing, t.predicate) IS NOT NULL OR unfixed;
-    own boolean := predicate IS NOT NULL OR routing IS NOT NULL OR owner IS NOT NULL OR key <> '{id}' OR unfixed;
+    fixed boolean := coalesce(predicate, routing, t.predicate) IS NOT NULL OR t.keys = 'text';
+    own boolean := predicate IS NOT NULL OR routing IS NOT NULL OR owner IS NOT NULL OR key <> '{id}';
     -- It does not depend on what tube_ensure_exists can change: that replaces the function, and not the triggers.
     hash text := left(md5(concat_ws(E'\n', coalesce(predicate, '-'), coalesce(routing, '-'), path::text,
-        pg_get_userbyid(owner), nullif(key, '{id}')::text, nullif(unfixed, false)::text)), 12);
+        pg_get_userbyid(owner), nullif(key, '{id}')::text)), 12);
     name text := tube_object_name(tube, CASE WHEN own THEN '_trigger_' || hash ELSE '_trigger' END);
     body text := tube_trigger_body(tube, key, t.keys, tube_where(t.predicate, predicate), routing);
     setting text := tube_path_text(CASE WHEN own THEN t.path || path ELSE t.path END);

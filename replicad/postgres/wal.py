@@ -24,10 +24,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NoReturn
 
-import structlog
 import trio
 
 from replicad import errors
+from replicad.eventlog import get_logger
 from replicad.masking import mask_secrets
 from replicad.retry import Backoff
 
@@ -57,7 +57,7 @@ _WAL: Final = struct.Struct("!cQQQ")  # "w", where this WAL begins, where all WA
 _ASKED: Final = struct.Struct("!cQQB")  # "k", where all WAL ends, the time, whether an answer is wanted
 _REPLY: Final = struct.Struct("!cQQQQB")  # "r", received, flushed, applied, the time, whether an answer is wanted
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class WalListener:

@@ -9,6 +9,7 @@ import trio
 
 from replicad.errors import DatabaseError, TubeRefused
 from replicad.postgres.bridge import Database
+from tests.conftest import PATIENCE
 
 Pod = tuple[str, int, list[int]]
 Take = Callable[[str], Awaitable[list[Pod]]]
@@ -174,7 +175,7 @@ async def test_a_lock_that_is_not_had_in_time_says_nothing_about_the_expression(
         async with holder.transaction():
             await holder.execute(f"LOCK TABLE {locked} IN ACCESS EXCLUSIVE MODE")
             await connection.execute("SET lock_timeout = '50ms'")
-            with trio.fail_after(30), pytest.raises(DatabaseError) as failed:
+            with trio.fail_after(PATIENCE), pytest.raises(DatabaseError) as failed:
                 await connection.execute(
                     "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', 1, 'EXISTS (SELECT FROM sh1.other)')"
                 )

@@ -17,6 +17,7 @@ from replicad.terminal.failures import say
 from replicad.terminal.output import as_json_line, echo, print_rows, table
 from replicad.tubes.cli.islands import parse_shards
 from replicad.tubes.cli.tubes import _ranges, _read_ids
+from replicad.tubes.keys import BIGINT
 from replicad.tubes.shards import MAX_SHARD, shard_of_schema
 
 values = st.one_of(
@@ -91,12 +92,12 @@ def test_shards_are_shown_in_short() -> None:
 
 
 def test_ids_come_as_words_with_commas_or_blanks_and_nothing_else_passes() -> None:
-    assert list(_read_ids(["1,2", "3 4", "-5"])) == [1, 2, 3, 4, -5]
+    assert list(_read_ids(["1,2", "3 4", "-5"], BIGINT)) == [1, 2, 3, 4, -5]
     most = 2**63 - 1
-    assert list(_read_ids([f"{most}", f"{-most - 1},1000000000000000000"])) == [most, -most - 1, 10**18]
+    assert list(_read_ids([f"{most}", f"{-most - 1},1000000000000000000"], BIGINT)) == [most, -most - 1, 10**18]
     for wrong in ("x", f"{most + 1}", f"{-most - 2}", "1" * 30, "1_0", "٣"):
         with pytest.raises(UsageError, match=f"'{wrong}'"):
-            list(_read_ids(["1", wrong]))
+            list(_read_ids(["1", wrong], BIGINT))
 
 
 @given(st.text(st.characters(codec="utf-8")))

@@ -163,7 +163,7 @@ class BatchRunner:
     `busy`: a batch is running. `error` is the exception that ended the last batch, if any. The mark PARKED of
     `checkpoint` is removed when the second batch starts: the first batch is then in Spark's commit log. `send_report`
     sends each report to the daemon. `suspects`: shards whose ids are parked while their tables cannot be read.
-    `unreadable` has the shards of the batch that failed because of such tables.
+    `unreadable` has the shards of the batch that failed because of such tables. `term` asks for the term of the lease.
     """
 
     enricher: Enricher
@@ -179,6 +179,7 @@ class BatchRunner:
     first: int | None = None  # number of the first batch since the start
     suspects: SuspectShards | None = None
     unreadable: dict[int, str] = field(default_factory=dict)
+    term: Callable[[], int] | None = None
     _unmarked: bool = False
     _done: int | None = None  # the last batch that ended well
 
@@ -235,7 +236,8 @@ class BatchRunner:
             return BatchId(query, number)
         plan = self.checkpoint.plan(number)
         name = query + self.checkpoint.recorded_as().suffix
-        batch = BatchId(name, number, mark=plan.mark, last_pod=last_pod(plan.end))
+        term = self.term() if self.sink.fenced and self.term is not None else 0
+        batch = BatchId(name, number, mark=plan.mark, last_pod=last_pod(plan.end), term=term)
         last = self.sink.last_batch(batch.query)
         if last is not None and self._done is not None and (last.restored or last.whole < self._done):
             raise DownstreamError(

@@ -186,6 +186,20 @@ def source_options(config: PipelineConfig, checkpoint: Checkpoint, holder: str |
     return options
 
 
+def lease_term(config: PipelineConfig, checkpoint: Checkpoint, holder: str) -> int:
+    """The term under which the query of this holder has its tube; of several tubes the sum, which grows with each.
+
+    Raises:
+        LeaseHeld: another query has taken a tube over.
+    """
+    options = parse_options({**source_options(config, checkpoint, holder), "leaseWait": "0"}, streaming=True)
+    total = 0
+    for one in options.by_island().values():
+        with TubeHold(one, holder=holder, renewing=False) as hold:
+            total += hold.term()
+    return total
+
+
 def shape_of(config: PipelineConfig, spark: SparkSession, enricher: Enricher, known: Known) -> Shape:
     """The shape of the rows that go downstream. `known` is what the checkpoint knows from the last start."""
     now = enricher.layout.known
@@ -361,6 +375,7 @@ class _Run:
         options = source_options(self._config, self._opened(), self._holder)
         suspects = SuspectShards(parse_options(options, streaming=True), self._opened(), self._suspects)
         runner.suspects = suspects
+        runner.term = lambda: lease_term(self._config, self._opened(), self._holder)
         query = start_query(self._config, self._spark, runner, self._opened(), holder=self._holder)
         try:
             while not query.awaitTermination(_LOOK):
@@ -476,4 +491,6 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
     enricher = make_enricher(config, Known.read(checkpoint))
     send = Reporter(config.source, config.name).send
     runner = make_runner(config, spark, enricher, checkpoint, on_batch=on_batch, send_report=send)
-    return start_query(config, spark, runner, checkpoint)
+    holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
+    runner.term = lambda: lease_term(config, checkpoint, holder)
+    return start_query(config, spark, runner, checkpoint, holder=holder)

@@ -59,3 +59,11 @@ class Broken(Files):
     def write(self, rows: pa.Table) -> None:
         (Path(self.folder) / "begun").touch()
         raise ValueError(f"does not like {rows.num_rows} rows")
+
+
+class Fenced(Files):
+    """Keeps the terms and batches that it is given."""
+
+    def begin(self, term: int, batch: int) -> None:
+        with Path(f"{self.folder}.begun").open("a") as out:
+            out.write(f"{term} {batch}\n")

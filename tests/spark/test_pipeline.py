@@ -17,7 +17,7 @@ import pytest
 from cities import Cities
 from fake_daemon import FakeDaemon
 from helpers import psql
-from own_downstream import Files
+from own_downstream import Fenced, Files
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -194,6 +194,19 @@ def test_what_cannot_be_read_is_parked_and_the_others_go_on(
     assert not (tmp_path / "checkpoint" / "replicad.parked").exists()
     cities.put(1, [11], 1)
     assert pipeline.run(config, spark).rows_written == 1
+
+
+def test_an_own_class_gets_the_term_of_the_lease_and_the_batch(
+    spark: SparkSession, cities: Cities, tmp_path: Path
+) -> None:
+    (tmp_path / "f").mkdir()
+    config = cities.config(CustomSink(Fenced(str(tmp_path / "f"))), tmp_path)
+    for number in range(2):
+        cities.put(1, [number], number)
+        assert pipeline.run(config, spark).rows_written == 1
+    begun = [tuple(map(int, line.split())) for line in (tmp_path / "f.begun").read_text().splitlines()]
+    assert [batch for _, batch in begun] == [0, 1]
+    assert 0 < begun[0][0] < begun[1][0], "the second driver has a later term"
 
 
 def test_a_downstream_that_fails_is_named(spark: SparkSession, cities: Cities, tmp_path: Path) -> None:

@@ -326,6 +326,31 @@ def test_an_own_class_is_told_what_to_write_and_delete() -> None:
     assert sink.stale_ids(SHAPE, 2, 9, 10).to_pylist() == [1]
 
 
+def test_an_own_class_can_refuse_the_late_writes_of_a_paused_node() -> None:
+    class Fenced(Mine):
+        last = (0, 0)
+
+        def begin(self, term: int, batch: int) -> None:
+            if (term, batch) < self.last:
+                raise ValueError(f"{(term, batch)} is behind {self.last}")
+            self.last = (term, batch)
+
+    sink = CustomSink(Fenced())
+    assert sink.fenced
+    assert not CustomSink(Mine()).fenced
+
+    def paused() -> Iterator[EnrichedRows]:
+        yield from changes({(1, 1): "a"})
+        sink.apply(SHAPE, BatchId("q", 3, term=8), 0, changes({(1, 1): "new"}))
+
+    sink.apply(SHAPE, BatchId("q", 3, term=7), 0, paused())
+    for late in (BatchId("q", 3, term=7), BatchId("q", 2, term=8)):
+        with pytest.raises(DownstreamError, match=r"ValueError: \(\d, \d\) is behind \(8, 3\)"):
+            sink.apply(SHAPE, late, 0, changes({(1, 1): "old"}))
+    assert sink.target.rows == {(1, 1): "new"}  # type: ignore[attr-defined]
+    sink.try_out(SHAPE, changes({(1, 1): "new"})[0])
+
+
 def test_an_own_class_that_lacks_a_method_or_fails_is_named() -> None:
     with pytest.raises(UsageError, match="object has no method write"):
         CustomSink(object())  # type: ignore[arg-type]

@@ -52,7 +52,8 @@ class BatchId:
 
     Within a query (number, step) grows, except that the last ones may be repeated. `mark` is made from the offsets of
     the batch: two batches of one number with different marks are of two copies of a checkpoint. `last_pod` is the
-    highest number of a pod that this batch or one before it may have; None: not known.
+    highest number of a pod that this batch or one before it may have; None: not known. `term` grows whenever another
+    driver takes the tube over; 0 unless the downstream is `fenced`.
     """
 
     query: str
@@ -60,6 +61,7 @@ class BatchId:
     step: int = 0
     mark: int = field(default=0, compare=False)
     last_pod: int | None = field(default=None, compare=False)
+    term: int = field(default=0, compare=False)
 
     def is_repeated(self, last: tuple[int, int, int] | None) -> bool:
         """Whether the batch is in a downstream whose last batch of the query is `last` (number, step, mark).
@@ -113,6 +115,11 @@ class Sink(ABC):
 
     settle: float = 0.0
     casts: ClassVar[bool] = False
+
+    @property
+    def fenced(self) -> bool:
+        """Whether batches must have the term of the tube's lease, which takes a request to the daemon for each."""
+        return False
 
     def check_columns(self, names: Sequence[str]) -> None:  # noqa: B027 - most take all
         """Raise UsageError if the downstream cannot have columns of these names. Without Spark and without a server."""

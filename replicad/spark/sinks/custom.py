@@ -1,7 +1,8 @@
 """A user's own class as the downstream: three methods, called in the tasks.
 
 Delivery is at least once: a batch may be repeated, as a whole or in part. So `write` and `delete` must be safe to
-repeat, and the last call for an id must win.
+repeat, and the last call for an id must win. A node that was paused may make calls of an old batch late: a class that
+must not take them has a method `begin`, and keeps the highest (term, batch) with its data.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 class Downstream(Protocol):
     """The interface of a user's class. Instances are pickled to the executors: connect in the methods, not in
     `__init__`.
+
+    A method `begin(term, batch)`, if there is one, is called in each task before its writes and deletes. The pair never
+    goes back for the owner of the tube: `term` grows when another driver takes the tube over, `batch` with each batch.
+    So what comes after a higher pair is of a paused node; `begin` raises then, in one transaction with the writes if it
+    can.
 
     A method `identity()`, if there is one, returns a text that tells this downstream from another of the same name, so
     that a checkpoint is not used with another one. The attribute `settle` (seconds, default 0) is the time that a write
@@ -80,11 +86,20 @@ class CustomSink(Sink):
                 f"{type(self.target).__qualname__}.identity() failed: {type(error).__name__}: {error}"
             ) from error
 
+    @property
+    def fenced(self) -> bool:
+        """Whether the class has a method `begin`."""
+        return callable(getattr(self.target, "begin", None))
+
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:  # noqa: ARG002
         """Pass the changes to the class, chunk by chunk."""
         written = deleted = 0
+        begun = not self.fenced or not batch.query  # without a query: rows that are tried out
         for change in changes:
             try:
+                if not begun:
+                    self.target.begin(batch.term, batch.number)  # type: ignore[attr-defined]
+                    begun = True
                 if change.writes.num_rows:
                     self.target.write(change.writes)
                     written += change.writes.num_rows

@@ -25,6 +25,7 @@ STRANGER, OPERATOR, WRITER = "stranger_of_test", "operator_of_test", "writer_of_
 LOOKS = {  # the relations that each role may read something of, beside those that PUBLIC may
     STRANGER: set[str](),
     OPERATOR: {
+        "replicad.federation_destination", "replicad.federation_destination_room", "replicad.federation_edu",
         "replicad.federation_parked", "replicad.federation_sender", "replicad.federation_version",
         "replicad.sharding_version", "replicad.stream_ack", "replicad.stream_daemon", "replicad.stream_trouble",
         "replicad.stream_version", "tube.tube_attachment", "tube.tube_backfill", "tube.tube_lease", "tube.tube_parked",

@@ -369,7 +369,7 @@ async def open_daemon(
         await refuse_superuser(pools.short, settings)
         await install_all(pools.housekeeping, settings.database)
         addresses = queues.addresses
-        wal = WalListener(url)
+        wal = WalListener(url, pools.own)
         host = _host(
             settings,
             pools,

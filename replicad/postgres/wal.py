@@ -29,6 +29,7 @@ import trio
 from replicad import errors
 from replicad.eventlog import get_logger
 from replicad.masking import mask_secrets
+from replicad.postgres.bridge import Database
 from replicad.retry import Backoff
 
 if TYPE_CHECKING:
@@ -57,17 +58,24 @@ _WAL: Final = struct.Struct("!cQQQ")  # "w", where this WAL begins, where all WA
 _ASKED: Final = struct.Struct("!cQQB")  # "k", where all WAL ends, the time, whether an answer is wanted
 _REPLY: Final = struct.Struct("!cQQQQB")  # "r", received, flushed, applied, the time, whether an answer is wanted
 
+_MAY_LISTEN: Final = "SELECT r.rolreplication OR r.rolsuper FROM pg_roles AS r WHERE r.rolname = current_user"
+_NEEDS_ATTRIBUTE: Final = (
+    "this role may not start a WAL sender: ALTER ROLE replicad's role WITH REPLICATION, to hear of commits at once"
+)
+
 log = get_logger(__name__)
 
 
 class WalListener:
-    """Calls `on_wal` each time that WAL comes. `url`: of the database, as asyncpg and libpq take it.
+    """Calls `on_wal` each time that WAL comes. `url`: of the database, as asyncpg and libpq take it. `db`: a pool of
+    connections to it, to ask whether this role may listen: a refused login is a line in the server's log.
 
     `hears`: whether it is connected; `why`: why it is not, a sentence for the operator, or None; `heard_at`: when WAL
     came last, by trio's clock.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, db: Database) -> None:
+        self._db = db
         self.hears = False
         self.why: str | None = None
         self.heard_at = float("-inf")
@@ -106,6 +114,8 @@ class WalListener:
 
     async def _listen(self) -> None:
         """Listen until too much WAL comes. Raises DatabaseErrors and EnvironmentRefused."""
+        if not await self._db.fetch_value(_MAY_LISTEN):
+            raise errors.DatabaseRefused(_NEEDS_ATTRIBUTE)
         connection, position = await trio.to_thread.run_sync(_connect, self._url, abandon_on_cancel=True)
         try:
             self.why, self.hears = None, True
@@ -211,9 +221,7 @@ def _ending(connection: PGconn) -> str:
 def _refuse(message: bytes) -> NoReturn:
     """Raise what Postgres said, and what to do."""
     said = _text(message.decode("utf-8", "replace"))
-    if "REPLICATION" in said or "replication role" in said:
-        said += ": ALTER ROLE replicad's role WITH REPLICATION, to hear of commits at once"
-    elif "pg_hba.conf" in said:
+    if "pg_hba.conf" in said:
         said += ": add a line for the database `replication` to pg_hba.conf, to hear of commits at once"
     raise errors.DatabaseRefused(said)
 

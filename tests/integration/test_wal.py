@@ -42,8 +42,8 @@ def server() -> Iterator[EmbeddedPostgres]:
 @asynccontextmanager
 async def listening(url: str) -> AsyncIterator[WalListener]:
     """A listener that is connected."""
-    listener = WalListener(url)
-    async with trio.open_nursery() as nursery:
+    async with database(url) as db, trio.open_nursery() as nursery:
+        listener = WalListener(url, db)
         nursery.start_soon(listener.run)
         with trio.fail_after(PATIENCE):
             while not listener.hears:
@@ -178,10 +178,11 @@ def test_a_shutdown_does_not_wait_for_a_listener_even_if_it_is_suspended(
 ) -> None:
     program = """
 import trio
+from replicad.postgres.bridge import open_database
 from replicad.postgres.wal import WalListener
 async def main(url):
-    async with trio.open_nursery() as nursery:
-        listener = WalListener(url)
+    async with open_database(url, size=1, application_name="listener") as db, trio.open_nursery() as nursery:
+        listener = WalListener(url, db)
         nursery.start_soon(listener.run)
         while not listener.hears:
             await trio.sleep(0.01)
@@ -255,8 +256,9 @@ async def test_without_it_the_reason_and_the_remedy_are_told(
         url = "postgresql://plain:secretword@/postgres?host=/nowhere"
     else:
         url += "&statement_cache=7"
-    listener = WalListener(url)
-    async with trio.open_nursery() as nursery:
+    asked = as_role(server.url, "plain") if case == "no attribute" else server.url
+    async with database(asked) as db, trio.open_nursery() as nursery:
+        listener = WalListener(url, db)
         nursery.start_soon(listener.run)
         with trio.fail_after(PATIENCE):
             while listener.why is None:

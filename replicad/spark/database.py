@@ -166,6 +166,13 @@ def _ours(error: Exception) -> DatabaseError:
     return DatabaseError(f"Postgres reports: {text}", sqlstate=state)
 
 
+def batches_of(cursor: Any) -> Any:
+    """The Arrow reader of a cursor's result. An error during a read has its SQLSTATE, which the reader of
+    `fetch_record_batch` lacks: with it a lost connection is not known as one. It is a private part of the driver.
+    """
+    return cursor._results.reader
+
+
 def literal(text: str) -> str:
     """A text as an SQL literal."""
     escaped = text.replace("\\", "\\\\").replace("'", "''")

@@ -27,7 +27,7 @@ from replicad.errors import (
     UsageError,
     ValueUnheld,
 )
-from replicad.spark.database import PATIENCE, forget, literal, patiently
+from replicad.spark.database import PATIENCE, batches_of, forget, literal, patiently
 from replicad.spark.tables import ADDED, UNHELD, Layout
 from replicad.spark.touches import chunks_by_shard, touch_schema
 from replicad.sqlstates import NO_RIGHT, NO_TABLE, WRONG_QUERY, means
@@ -202,7 +202,7 @@ class Enricher:
             held, size = [], 0
             with driver.cursor() as cursor:
                 cursor.execute(statement)
-                reader = cursor.fetch_record_batch()
+                reader = batches_of(cursor)
                 for batch in reader:
                     held.append(batch)
                     size += batch.nbytes

@@ -41,6 +41,7 @@ class MemoryBooks:
     asked: Counter[str] = field(default_factory=Counter)  # statements, by what they are for
     renewals: int = 0
     reports: dict[str, str] = field(default_factory=dict)
+    attempts: dict[tuple[str, Part], str] = field(default_factory=dict)  # notes, by partition
     parked: list[tuple[int, Sequence[int], int, str]] = field(default_factory=list)
     untouched_tables: dict[str, str] = field(default_factory=dict)
     fails: dict[str, Exception] = field(default_factory=dict)
@@ -165,6 +166,14 @@ class MemoryBooks:
         self._fence(tube, term)
         self.parked.append((seq, ids, tries, error))
         return len(ids)
+
+    async def attempt(self, tube: str, part: Part, term: int, note: str) -> str:
+        await self._answer("attempt")
+        self._fence(tube, term)
+        before = self.attempts.get((tube, part), "")
+        if note:
+            self.attempts[tube, part] = note
+        return before
 
     async def report(self, tube: str, reporter: str, counts: str) -> None:
         self.reports[reporter] = counts

@@ -40,6 +40,7 @@ from replicad.errors import (
 from replicad.operations import serving
 from replicad.operations.http.metrics import Looks
 from replicad.positions.horizon import Horizon
+from replicad.postgres import wal
 from replicad.postgres.bridge import Database, load_sql
 from replicad.postgres.connection import Connection, Notices
 from replicad.presence.repository import PresenceRepository
@@ -53,6 +54,7 @@ from replicad.streams.serving.intervals import StreamIntervals
 from replicad.tubes.backfill import Backfiller, BackfillIntervals
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook
+from replicad.tubes.serving.known import KnownTubes
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.daemons import Daemon, Paces
 
@@ -114,6 +116,7 @@ def other_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller, "BELL_RETRY", 0.02)
     monkeypatch.setattr(catchups, "SWEEP", 0.02)
     monkeypatch.setattr(serving, "INTERVAL", 0.02)
+    monkeypatch.setattr(wal, "RETRY", (0.02, 0.02))
     monkeypatch.setattr(audit, "IDLE_SHARE", 10.0)
     restarts = Restarts(first=0.01, longest=0.02, steady=0.2)
     run_once = supervision._run_once
@@ -270,6 +273,17 @@ async def want_to_send_much(world: World) -> None:
                 nursery.start_soon(one.next)
 
 
+async def want_to_end_much(world: World) -> None:
+    ends = world.daemon.hub.ends
+    async with trio.open_nursery() as nursery:
+        for _ in range(3 * ends.sends):
+            nursery.start_soon(ends.next)
+
+
+async def find_fork_of_tubes(world: World) -> None:
+    world.daemon.tubes._known._fork_found.set()
+
+
 async def read_old_rows(world: World) -> None:
     """A client that catches up; a failure ends its connection."""
     await world.insert("victim")
@@ -305,6 +319,11 @@ def rings(self: Connection, sql: str, *_: object) -> bool:
     return sql == load_sql("bell")
 
 
+def asks_for_wal(self: Database, sql: str, *_: object) -> bool:
+    """Again and again, as this role may not hear of WAL. Errors of the database are no failures of the listener."""
+    return sql == wal._MAY_LISTEN
+
+
 def by_its_own_task(*_: object) -> bool:
     """Not in a request of a client, which does the same where it is due."""
     return "keep_running" in trio.lowlevel.current_task().name
@@ -330,6 +349,7 @@ class Fault:
 FAULTS = (
     Fault("poller", "poller", Horizon, "poll"),
     Fault("bell", "bell", Connection, "fetch_value", nothing, rings),
+    Fault("WAL", "wal", Database, "fetch_value", write_to_victim, asks_for_wal, codes=DEFECTS),
     Fault("publisher's loop", "publisher", store, "load_streams"),
     Fault("publisher's notes", "publisher", registry, "publish", write_to_victim),
     Fault("feed", "victim", RowSource, "last_tokens", write_to_victim, of_victim),
@@ -339,6 +359,7 @@ FAULTS = (
     Fault("catch-ups", "catch-ups", catchups.Catchups, "_sweep", read_old_rows),
     Fault("catch-up", "catch-ups", RowSource, "copy_range", read_old_rows, of_victim, codes=DEFECTS),
     Fault("tubes' loop", "tubes", PodBook, "tubes"),
+    Fault("history of tubes", "tube history", KnownTubes, "look", find_fork_of_tubes, by_its_own_task),
     Fault("triggers", "tubes", Database, "fetch", nothing, lambda _, sql, *args: "untouched AS" in sql),
     Fault("leases", "tubes", LeaseBook, "look"),
     Fault("letting go of leases", "leases", LeaseBook, "let_go", claim_and_leave, by_its_own_task),
@@ -381,6 +402,7 @@ FAULTS = (
         want_to_send_much,
         by_its_own_task,
     ),
+    Fault("places to end", "sessions: ends", Rounds, "_give", want_to_end_much, by_its_own_task),
     Fault("figures", "figures", Looks, "_due", scrape, by_its_own_task),
     Fault("pages", "http", Looks, "refresh", scrape),
 )

@@ -6,9 +6,9 @@ nothing. There are two cheaper ways to learn when one is worth making. Both are 
 - Postgres sends its WAL over a replication connection when it is flushed (`WalListener`). That takes 0.1 ms, and costs
   nothing while nothing is written.
 - A statement that sleeps in the server compares the end of the WAL at each look, which costs little more than waking
-  up, some 30 microseconds. It works for every role. Beside a listener it looks seldom: for commits whose WAL is not
-  flushed at once (`synchronous_commit = off`), and in case the listener hears nothing. Once it was first, it looks
-  often for some seconds.
+  up, some 30 microseconds. It works for every role. Beside a listener a look is made five times a second: for commits
+  whose WAL is not flushed at once (`synchronous_commit = off`), and in case the listener hears nothing. Once a look was
+  first, looks are frequent for some seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from replicad.postgres.wal import WalListener
 SECONDS: Final = 0.5  # that one wait lasts: so long its snapshot may hold back VACUUM, and its locks ALTER SEQUENCE
 ANY: Final = 0  # a wait's result: something was written, it is not known what
 _EACH: Final = 100e-6  # seconds between two looks for each sequence where others write: a look then reads all of them
-_MOST: Final = 0.05  # seconds between two looks, and the seconds between two beside a listener
-_LATE: Final = 10.0  # seconds with frequent looks, after a look was sooner than the listener
+_MOST: Final = 0.05  # seconds between two looks
+_SELDOM: Final = 0.2  # seconds between two looks beside a listener; and 1 ms for each sequence at least
+_LATE: Final = 10.0  # seconds with frequent looks, after a look was sooner than the listener by more than
+_SOON: Final = 0.1  # so many seconds; an id is taken some time before its WAL is flushed
 _IDLE_RINGS: Final = 20  # rings in a second after which nothing had moved, so others write: then WAL does not ring for
 _DEAF: Final = 10.0  # so many seconds
 _READ: Final = 2000  # sequences that polls may read in a second after such rings, where there are many
@@ -46,6 +48,7 @@ class Bell:
         self._interval = interval
         self._wal = wal
         self._frequent_until = float("-inf")
+        self._looked_at: float | None = None  # when a look was first, until it is known whether WAL came soon after
         self._deaf_until = float("-inf")
 
     @asynccontextmanager
@@ -64,10 +67,19 @@ class Bell:
                     self._wal.on_wal = waits.wake
                 yield waits.wait
 
-    def pause(self) -> float:
-        """Seconds between two looks."""
-        often = not self.hears() or trio.current_time() < self._frequent_until
-        return self._interval if often else max(self._interval, _MOST)
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks, where they are frequent."""
+        return self._interval
+
+    def looks_often(self) -> bool:
+        """Whether looks are frequent now."""
+        if self._looked_at is not None and self._wal is not None:
+            if self._wal.heard_at >= self._looked_at:
+                self._looked_at = None
+            elif trio.current_time() > self._looked_at + _SOON:
+                self._frequent_until, self._looked_at = self._looked_at + _LATE, None
+        return not self.hears() or trio.current_time() < self._frequent_until
 
     def hears(self) -> bool:
         """Whether WAL rings now."""
@@ -75,8 +87,8 @@ class Bell:
 
     def look_was_first(self) -> None:
         """WAL had not come when a look found something."""
-        if self.hears():
-            self._frequent_until = trio.current_time() + _LATE
+        if self.hears() and self._looked_at is None:
+            self._looked_at = trio.current_time()
 
     def heard_since(self, since: float) -> bool:
         """Whether WAL has come since then, and rings."""
@@ -147,14 +159,18 @@ class _Waits:
         """Look while somebody waits, until one of the values that are waited for differs, or SECONDS without that."""
         try:
             while self._waiting:
-                values, pause = self._values, self._bell.pause()
-                slow = max(pause, min(_MOST, len(values) * _EACH))
-                each = slow if self._crowded else pause
-                looks = max(1, round(SECONDS / each))
-                args = (list(values), list(values.values()), looks, each, slow > pause)
+                values, pause = self._values, self._bell.interval
+                if self._bell.looks_often():
+                    slow = max(pause, min(_MOST, len(values) * _EACH))
+                    each = slow if self._crowded else pause
+                    times = max(1, round(SECONDS / each)), each, slow > pause
+                else:  # alone, so that no lock on a sequence is held while a poll lists holders
+                    await trio.sleep(max(_SELDOM, len(values) / 1000))
+                    values, times = self._values, (0, 0.0, False)
+                args = (list(values), list(values.values()), *times)
                 found: int | None = await self._connection.fetch_value(load_sql("bell"), *args)
                 self._crowded = found == 0
-                if values is self._values and not self._crowded:
+                if values is self._values and not self._crowded and (found is not None or times[0]):
                     self._found = found
                     return
         finally:

@@ -14,7 +14,10 @@ from tests.conftest import psql
 from tests.daemons import Daemon
 from tests.roles import DAEMON, as_role
 
-from .test_tubes_contained import until_true
+from .test_tubes_contained import until, until_true
+from .test_tubes_parted import Looks, looked
+
+__all__ = ["looked"]
 
 OWNER, OPERATOR = "orders_owner", "orders_ops"
 LOOKS = (
@@ -37,7 +40,8 @@ def url(database_url: str) -> Iterator[str]:
     psql(
         database_url,
         f"CREATE SCHEMA app AUTHORIZATION {OWNER}",
-        f"SET ROLE {OWNER}; CREATE TABLE app.orders (id bigserial PRIMARY KEY, body text)",
+        f"SET ROLE {OWNER}; CREATE TABLE app.orders (id bigserial PRIMARY KEY, body text);"
+        "CREATE FUNCTION app.wanted(text) RETURNS boolean LANGUAGE sql AS $$ SELECT $1 <> 'x' $$",
         "INSERT INTO app.orders (body) VALUES ('a'), ('b')",
     )
     yield as_role(database_url, OPERATOR)
@@ -48,7 +52,8 @@ def url(database_url: str) -> Iterator[str]:
 async def prepare(db: Database, url: str, daemon: Daemon) -> None:
     await registry.add(db, "orders", "app.orders", "id")
     await db.execute(
-        "SELECT tube.tube_ensure_exists('t'); SELECT tube.tube_table_ensure_attached('t', 'app.orders', 0)"
+        "SELECT tube.tube_ensure_exists('t');"
+        "SELECT tube.tube_table_ensure_attached('t', 'app.orders', 0, 'app.wanted(body)', 'length(body)')"
     )
     psql(as_role(url, "postgres"), script(Roles(DAEMON, owners=[OWNER], operators=[OPERATOR])))
     published = "SELECT count(*) FROM replicad.stream_position WHERE position = 2"
@@ -84,10 +89,20 @@ async def test_an_operator_sees_what_daemons_report(database: Database, daemon: 
 
     async def told() -> bool:
         found = await look(url)
-        stream = "CACHE 1" in found["streams list"] and "CACHE 1" in found["status"] and "CACHE 1" in found["doctor"]
+        stream = all("CACHE 1" in found[one] for one in ("streams list", "status", "doctor"))
         return stream and all("are not recorded" in found[one] for one in ("tubes list", "status", "doctor"))
 
-    for _ in range(10):
-        if await told():
-            return
-    raise AssertionError(await look(url))
+    await until(told)
+
+
+async def test_a_right_that_the_daemon_lost_is_not_told_as_triggers_that_cannot_run(
+    database: Database, daemon: Daemon, url: str, looked: Looks
+) -> None:
+    await prepare(database, url, daemon)
+    reader = await database.fetch_value("SELECT tube.tube_reader($1::regrole::oid)::text", OWNER)
+    await database.execute(f"REVOKE {OWNER} FROM {DAEMON}; REVOKE EXECUTE ON FUNCTION {reader} FROM {DAEMON}")
+    await database.execute("ALTER TABLE app.orders ADD COLUMN more integer")
+    await looked()
+    assert "each write" not in (daemon.troubles.why("tube", "t") or "")
+    await database.execute("INSERT INTO app.orders (body) VALUES ('c')")
+    assert await database.fetch_value("SELECT count(*) FROM tube.t") == 1

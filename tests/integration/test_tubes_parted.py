@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Awaitable, Callable
 
 import pytest
-import trio
 
 from replicad.postgres.bridge import Database
+from replicad.tubes.untouched import TriggerLooks
 from tests.commands import replicad_async
 from tests.daemons import Daemon
 
-from .conftest import Connect
 from .test_tubes_contained import tubes, until_true
 
 __all__ = ["tubes"]
@@ -33,6 +33,28 @@ FAILS = {  # what makes each write of the table fail, as it is attached with the
     "the schema of a function renamed": "ALTER SCHEMA app RENAME TO app2",
 }
 PREDICATE = "v > 0 AND app.f(v)"
+
+
+Looks = Callable[[], Awaitable[None]]
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    """Waits for two whole looks of the daemon from now on: one may be under way."""
+    done = 0
+    look = TriggerLooks._try
+
+    async def counted(self: TriggerLooks, db: Database) -> None:
+        nonlocal done
+        await look(self, db)
+        done += 1
+
+    async def wait() -> None:
+        until = done + 3  # the last one ends after the reports of the second one
+        await until_true(lambda: done >= until)
+
+    monkeypatch.setattr(TriggerLooks, "_try", counted)
+    return wait
 
 
 async def told(daemon: Daemon) -> str:
@@ -66,10 +88,10 @@ async def test_a_table_that_took_the_name_of_an_attached_one_is_a_trouble_until_
 
 
 async def test_a_table_that_was_renamed_on_purpose_is_no_trouble_and_may_keep_its_new_name(
-    tubes: Database, daemon: Daemon, database_url: str
+    tubes: Database, daemon: Daemon, database_url: str, looked: Looks
 ) -> None:
     await tubes.execute("ALTER TABLE bad_rows RENAME TO bad_old")
-    await trio.sleep(1.5)  # some looks
+    await looked()
     assert daemon.troubles.why("tube", "bad") is None
     await tubes.execute("CREATE TABLE bad_rows (id bigint)")
     reason = await told(daemon)
@@ -81,14 +103,14 @@ async def test_a_table_that_was_renamed_on_purpose_is_no_trouble_and_may_keep_it
 
 @pytest.mark.parametrize("how", FAILS)
 async def test_triggers_that_cannot_run_are_a_trouble_that_says_why_and_its_remedy_works(
-    tubes: Database, daemon: Daemon, database_url: str, how: str, netcat: Connect
+    tubes: Database, daemon: Daemon, database_url: str, how: str, looked: Looks
 ) -> None:
     await tubes.execute(
         "CREATE SCHEMA app; CREATE FUNCTION app.f(integer) RETURNS boolean LANGUAGE sql AS 'SELECT $1 <> 13';"
         "ALTER TABLE bad_rows ADD COLUMN v integer DEFAULT 1;"
         f"SELECT tube.tube_table_ensure_attached('bad', 'bad_rows', 0, '{PREDICATE}')"
     )
-    await trio.sleep(1.5)
+    await looked()
     assert daemon.troubles.why("tube", "bad") is None
     await tubes.execute(FAILS[how])
     reason = await told(daemon)
@@ -103,14 +125,16 @@ async def test_triggers_that_cannot_run_are_a_trouble_that_says_why_and_its_reme
     await tubes.execute(f"INSERT INTO bad_rows ({key}) VALUES (7001)")
 
 
-async def test_a_look_tells_no_fault_while_somebody_only_locks_the_table(tubes: Database, daemon: Daemon) -> None:
+async def test_a_look_tells_no_fault_while_somebody_only_locks_the_table(
+    tubes: Database, daemon: Daemon, looked: Looks
+) -> None:
     await tubes.execute(
         "ALTER TABLE bad_rows ADD COLUMN v integer;"
         "SELECT tube.tube_table_ensure_attached('bad', 'bad_rows', 0, 'v > 0')"
     )
     async with tubes.connection() as other:
         await other.execute("BEGIN; ALTER TABLE bad_rows ADD COLUMN w integer")
-        await trio.sleep(2.5)  # some looks
+        await looked()
         assert daemon.troubles.why("tube", "bad") is None
         await other.execute("ROLLBACK")
 
@@ -125,7 +149,7 @@ GONE = {
 
 @pytest.mark.parametrize("how", GONE)
 async def test_rows_that_left_with_their_partition_are_a_trouble_until_the_table_is_backfilled(
-    tubes: Database, daemon: Daemon, database_url: str, how: str
+    tubes: Database, daemon: Daemon, database_url: str, how: str, looked: Looks
 ) -> None:
     await tubes.execute(
         "CREATE TABLE p (id bigint, v integer) PARTITION BY RANGE (id);"
@@ -136,7 +160,7 @@ async def test_rows_that_left_with_their_partition_are_a_trouble_until_the_table
         "SELECT tube.tube_table_ensure_attached('bad', 'p', 7), tube.tube_table_ensure_attached('bad', 'bad_rows', 0);"
         "INSERT INTO p VALUES (1, 1), (10, 1); INSERT INTO heir VALUES (8000)"
     )
-    await trio.sleep(1.5)
+    await looked()
     assert daemon.troubles.why("tube", "bad") is None
     await tubes.execute(GONE[how])
     reason = await told(daemon)

@@ -189,8 +189,8 @@ DECLARE
     marker text := format('-- replicad: touches the tubes of schema %I', current_schema());
     stale regprocedure;
 BEGIN
-    PERFORM tube_partitions_check();
-    DELETE FROM tube_attachment a WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = a.tbl);
+    DELETE FROM tube_attachment a WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = a.tbl)
+        AND (a.tbl = a.root OR NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = a.root));  -- partitions: tube_partitions_check
     PERFORM tube_shards_note(b.tube, b.shards)
         FROM tube_backfill b WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = b.tbl);
     DELETE FROM tube_backfill b WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = b.tbl);

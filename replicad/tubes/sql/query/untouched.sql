@@ -111,7 +111,8 @@ ORDER BY p.tube, p.number
 
 -- name: tube_marks
 -- Something that changes with the columns of an attached table, for a part of the tables: $1 integer: how many parts, $2
--- integer: which part. `tries`: whether its expressions are worth a trial, as they may name more than columns.
+-- integer: which part. `tries`: whether its expressions are worth a trial, as they may name more than columns. None for a role
+-- that could not serve tubes: it may not run code as the owners of tables, and sees what daemons report.
 SELECT a.tube, a.tbl::oid::bigint AS table_oid,
     coalesce(a.predicate, a.routing, r.predicate) IS NOT NULL AS tries,
     (SELECT bit_xor(hashtextextended(concat_ws(' ', c.attnum, c.attname, c.atttypid, c.attisdropped, c.attgenerated), 0))
@@ -119,7 +120,7 @@ SELECT a.tube, a.tbl::oid::bigint AS table_oid,
 FROM {schema}.tube_attachment AS a
 JOIN {schema}.tube_registry AS r ON r.tube = a.tube
 JOIN pg_class AS t ON t.oid = a.tbl
-WHERE a.tbl = a.root AND a.tbl::oid::bigint % $1::integer = $2::integer
+WHERE a.tbl = a.root AND a.tbl::oid::bigint % $1::integer = $2::integer AND has_table_privilege('{schema}.tube_lease', 'UPDATE')
 ORDER BY a.tube, a.tbl::oid
 
 -- name: tube_failing

@@ -166,6 +166,8 @@ class _Waits:
                     times = max(1, round(SECONDS / each)), each, slow > pause
                 else:  # alone, so that no lock on a sequence is held while a poll lists holders
                     await trio.sleep(max(_SELDOM, len(values) / 1000))
+                    if not self._waiting:
+                        return
                     values, times = self._values, (0, 0.0, False)
                 args = (list(values), list(values.values()), *times)
                 found: int | None = await self._connection.fetch_value(load_sql("bell"), *args)

@@ -122,24 +122,26 @@ class WalListener:
             self._backoff.reset()
             log.debug("bell_hears_wal")
             self.on_wal()
-            await self._receive(connection, position)
+            from psycopg import Error  # noqa: PLC0415 - of an extra, which is there
+
+            try:
+                await self._receive(connection, position)
+            except Error as error:
+                raise errors.DatabaseUnavailable(f"the replication connection ended: {_text(error)}") from error
         finally:
             self.hears = False
             connection.finish()
 
     async def _receive(self, connection: PGconn, received: int) -> None:
-        """`received`: the position from which WAL comes."""
-        lately: deque[tuple[float, int]] = deque(maxlen=MOST_CHUNKS)
+        """`received`: the position from which WAL comes. Raises psycopg's errors, and DatabaseUnavailable."""
+        lately: deque[tuple[float, int]] = deque()
         in_a_second = 0
         while True:
             await trio.lowlevel.wait_readable(connection.socket)
-            try:
-                connection.consume_input()
-            except Exception as error:  # psycopg.Error, imported where the extra is needed only
-                raise errors.DatabaseUnavailable(f"the replication connection ended: {_text(error)}") from error
+            connection.consume_input()
             came, asked = 0, False
             while True:
-                size, data = _next(connection)
+                size, data = connection.get_copy_data(1)
                 if size <= 0:
                     break
                 message = bytes(data[: _WAL.size])
@@ -152,8 +154,7 @@ class WalListener:
             if came:
                 self.heard_at = now = trio.current_time()
                 self.on_wal()
-                full = len(lately) == MOST_CHUNKS
-                in_a_second += came - (lately[0][1] if full else 0)
+                in_a_second += came
                 lately.append((now, came))
                 while lately[0][0] < now - 1:
                     in_a_second -= lately.popleft()[1]
@@ -203,13 +204,6 @@ def _connect(url: str) -> tuple[PGconn, int]:
         raise
     high, _, low = position.decode().partition("/")
     return connection, int(high, 16) << 32 | int(low, 16)
-
-
-def _next(connection: PGconn) -> tuple[int, memoryview]:
-    try:
-        return connection.get_copy_data(1)
-    except Exception as error:
-        raise errors.DatabaseUnavailable(f"the replication connection ended: {_text(error)}") from error
 
 
 def _ending(connection: PGconn) -> str:

@@ -180,8 +180,9 @@ async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> Str
     held_by = locker or reading.held_by
     if problem is None and waiting and held_by is None:
         state, problem = await _ids_ahead(db, stream, schema)
-    if problem is None and waiting and not seen.daemon:
-        state, problem = NO_DAEMON, "rows wait, and no daemon is connected that could send them: start `replicad serve`"
+    if problem is None and not seen.daemon and (waiting or seen.hides(stream)):
+        rows = "rows wait" if waiting else "rows may wait, which this role cannot see"
+        state, problem = NO_DAEMON, f"{rows}, and no daemon is connected that could send them: start `replicad serve`"
     return StreamPicture(
         stream=stream,
         position=position,

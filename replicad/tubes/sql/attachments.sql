@@ -80,8 +80,8 @@ COMMENT ON FUNCTION tube_table_ensure_attached(text, regclass, integer, text, te
     IS 'Attaches a table to a tube, or alters the attachment to be as asked';
 
 -- tube_attachment_fault(tube, tbl): why the triggers of an attached table cannot run, so that each write of it fails: a column
--- of the key, or something that an expression names, was renamed or dropped, or has another type. NULL: they can; empty: a
--- lock, or a right that this session lacks, keeps from finding out. Reads no row. Writes nothing.
+-- of the key, or something that an expression names, was renamed or dropped, or has another type. NULL: they can, or this
+-- session may not try; empty: a lock keeps it from finding out. Reads no row. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_attachment_fault(tube text, tbl regclass) RETURNS text
 LANGUAGE plpgsql SET search_path FROM CURRENT SET lock_timeout = '50ms' AS $$
 DECLARE
@@ -96,7 +96,7 @@ BEGIN
     IF coalesce(t.predicate, a.predicate, a.routing) IS NOT NULL THEN
         PERFORM tube_reader_ensure(tbl);
         IF NOT has_function_privilege(tube_reader(tube_runs_as(tbl)) || '(oid, text, text, bigint)', 'EXECUTE') THEN
-            RETURN '';  -- a right that this session lacks says nothing about the triggers
+            RETURN NULL;  -- a right that this session lacks says nothing about the triggers
         END IF;
         PERFORM tube_check_expression(tbl, 'predicate', t.predicate, t.path);
         PERFORM tube_check_expression(tbl, 'predicate', a.predicate, t.path || a.path);
@@ -106,6 +106,8 @@ BEGIN
 EXCEPTION
     WHEN SQLSTATE 'RT005' THEN
         RETURN SQLERRM;
+    WHEN insufficient_privilege THEN
+        RETURN NULL;
     WHEN OTHERS THEN
         RETURN '';
 END

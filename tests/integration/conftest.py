@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.trio_client import TrioClient, open_client
 from replicad.config.limits import Limits
 from replicad.config.settings import Address, ServerSettings
 from replicad.postgres.bridge import Database
@@ -131,4 +132,32 @@ async def events(database: Database, daemon: Daemon) -> Database:
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)")
     await registry.add(database, "events", "public.events", "id", row="body")
     await daemon.publisher.find("events")
+    return database
+
+
+OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+
+
+@pytest.fixture
+def open_worker_client(daemon: Daemon) -> OpenClient:
+    """Opens a client of the daemon for a worker."""
+    address = daemon.addresses[0]
+    return lambda: open_client(address.host, address.port, name="worker")
+
+
+@pytest.fixture
+async def queue(database: Database, daemon: Daemon) -> Database:
+    """A tube `queue` of one partition."""
+    await database.execute("SELECT tube.tube_ensure_exists('queue')")
+    return database
+
+
+@pytest.fixture
+async def items(database: Database, daemon: Daemon) -> Database:
+    """A table `items` attached to the tube `items` of two partitions; even ids are in shard 0, odd ones in shard 1."""
+    await database.execute("SELECT tube.tube_ensure_exists('items', 2)")
+    await database.execute(
+        "CREATE TABLE items (id bigint PRIMARY KEY, value int);"
+        "SELECT tube.tube_table_ensure_attached('items', 'items', 0, routing => '(id % 2)::integer')"
+    )
     return database

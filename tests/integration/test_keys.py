@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+from .conftest import OpenClient
+
 QUICK = WorkerSettings(batch_ids=50, parallelism=3, poll=1.0, lease_ttl=5.0, tries=2, backoff_first=0.01)
 
 
@@ -46,12 +45,6 @@ KINDS = {
         "json_build_array(tenant::text, nr::text)::text",
     ),
 }
-
-
-@pytest.fixture
-def open_worker_client(daemon: Daemon) -> OpenClient:
-    address = daemon.addresses[0]
-    return lambda: open_client(address.host, address.port, name="worker")
 
 
 @pytest.fixture(params=KINDS)

@@ -5,39 +5,21 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.errors import LocalProtocolError
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import START
 from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
-from tests.daemons import Daemon
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+from .conftest import OpenClient
+
 SETTINGS = WorkerSettings(batch_ids=7, backoff_first=0.01)
-
-
-@pytest.fixture
-async def items(database: Database, daemon: Daemon) -> Database:
-    """A table `items` attached to the tube `items` of two partitions; even ids are in shard 0, odd ones in shard 1."""
-    await database.execute("SELECT tube.tube_ensure_exists('items', 2)")
-    await database.execute(
-        "CREATE TABLE items (id bigint PRIMARY KEY, value int);"
-        "SELECT tube.tube_table_ensure_attached('items', 'items', 0, routing => '(id % 2)::integer')"
-    )
-    return database
-
-
-@pytest.fixture
-def open_worker_client(daemon: Daemon) -> OpenClient:
-    address = daemon.addresses[0]
-    return lambda: open_client(address.host, address.port, name="worker")
 
 
 class Downstream:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database
@@ -18,7 +15,8 @@ from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+from .conftest import OpenClient
+
 SCRIPT = Path(__file__).with_name("ended_worker.py")
 NOTE = "SELECT note ->> 'clean' FROM tube.tube_attempt WHERE partition = 0"
 
@@ -28,12 +26,6 @@ async def queue(database: Database, daemon: Daemon) -> Database:
     """A tube `queue` of two partitions."""
     await database.execute("SELECT tube.tube_ensure_exists('queue', 2)")
     return database
-
-
-@pytest.fixture
-def open_worker_client(daemon: Daemon) -> OpenClient:
-    address = daemon.addresses[0]
-    return lambda: open_client(address.host, address.port, name="worker")
 
 
 async def run_until_empty(database: Database, daemon: Daemon, *words: str) -> tuple[int, list[int]]:

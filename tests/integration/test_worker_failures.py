@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,30 +11,17 @@ import pytest
 import trio
 
 from replicad.client.requests import Pod
-from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.trio_client import TrioClient
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.errors import RemoteError, UnknownTube
 from replicad.postgres.bridge import Database
 from replicad.protocol.lines import LineTooLong
 from tests.conftest import PATIENCE
-from tests.daemons import Daemon
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+from .conftest import OpenClient
+
 SETTINGS = WorkerSettings(batch_ids=5, poll=0.2, tries=3, backoff_first=0.01, backoff_cap=0.05)
 PARKED = "SELECT array_agg(tries ORDER BY seq) FROM tube.tube_parked_list('queue')"
-
-
-@pytest.fixture
-async def queue(database: Database, daemon: Daemon) -> Database:
-    """A tube `queue` of one partition."""
-    await database.execute("SELECT tube.tube_ensure_exists('queue')")
-    return database
-
-
-@pytest.fixture
-def open_worker_client(daemon: Daemon) -> OpenClient:
-    address = daemon.addresses[0]
-    return lambda: open_client(address.host, address.port, name="worker")
 
 
 async def until(database: Database, query: str) -> None:

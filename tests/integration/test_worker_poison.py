@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 
 import pytest
 import trio
 
 from replicad.client.requests import Pod
-from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
-from tests.daemons import Daemon
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+from .conftest import OpenClient
+
 PARKED = "SELECT coalesce(sum(cardinality(ids)), 0) FROM tube.tube_parked"
-
-
-@pytest.fixture
-async def queue(database: Database, daemon: Daemon) -> Database:
-    """A tube `queue` of one partition."""
-    await database.execute("SELECT tube.tube_ensure_exists('queue')")
-    return database
-
-
-@pytest.fixture
-def open_worker_client(daemon: Daemon) -> OpenClient:
-    address = daemon.addresses[0]
-    return lambda: open_client(address.host, address.port, name="worker")
 
 
 class Downstream:

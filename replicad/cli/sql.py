@@ -57,7 +57,8 @@ def up(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> None
     "down",
     epilog="""\b
 Example:
-  replicad sql down tube | psql -v ON_ERROR_STOP=1 -d app""",
+  replicad sql down tube | less
+  replicad sql down tube | psql -v ON_ERROR_STOP=1 -d DATABASE""",
 )
 @_parts
 @_schema

@@ -376,11 +376,11 @@ class Demo:
     async def _make_tube(self) -> None:
         self.show.step("Creating a tube, and attaching the tables to it")
         await self._command("tubes", "create", TUBE, "--partitions", str(PARTITIONS))
-        await self._command("tubes", "attach", TUBE, data.TABLE, "--shards", "all")
+        await self._command("tubes", "attach", TUBE, data.TABLE, "--shard", "all")
 
     async def _pipeline(self, stack: AsyncExitStack, server: Address) -> RunningPipeline:
         self.show.step("Scheduling a backfill, and starting Spark as a client of the daemon")
-        await self._command("tubes", "backfill", TUBE, "--shards", "all")
+        await self._command("tubes", "backfill", TUBE, "--shard", "all")
         config = write_config(self.folder, server, self.url)
         self.show.command("pipeline", "run", str(config))
         return await stack.enter_async_context(running_pipeline(self.folder, config, self.url))

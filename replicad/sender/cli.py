@@ -290,8 +290,8 @@ def _change(query: str, ids: tuple[int, ...], everything: bool, options: dict[st
     short_help="Forget senders that are not meant to run any more.",
     epilog="""\b
 Examples:
-  replicad sender retire s1 --facts orders --yes
-  replicad sender retire s1 s2 --facts orders --yes""",
+  replicad sender retire s1 --facts orders
+  replicad sender retire SENDER... --facts STREAM --yes""",
 )
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @option("--facts", "source", metavar="STREAM", required=True, help="Their stream of facts, or the first of --updates.")

@@ -236,7 +236,7 @@ class Attachments:
                 "shards_not_attached",
                 shards=new[:_MOST],
                 count=len(new),
-                hint=f"changes of these tables do not come: replicad tubes attach {self.config.tube} TABLE --shards "
+                hint=f"changes of these tables do not come: replicad tubes attach {self.config.tube} TABLE --shard "
                 "N-M, then a backfill of them",
             )
 

@@ -226,7 +226,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
             log.warning("%s; the tube has all touches that this query has passed on", error)
             return
         remedy = {
-            "unknown": f"run: replicad tubes backfill {quote(hold.tube)} --shards all",
+            "unknown": f"run: replicad tubes backfill {quote(hold.tube)} --shard all",
             "scheduled": "backfills of its tables are scheduled and bring it up to date",
             "healed": "its tables have been backfilled since",
         }[found.state or "unknown"]

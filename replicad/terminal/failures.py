@@ -124,7 +124,6 @@ _COMMANDS: Final = tuple(
     for found, command in (
         (rf"SELECT \S+\.stream_remove\({_NAME}\)", "replicad streams remove {}"),
         (rf"`replicad sharding enable .*?`, or: SELECT \S+\.writer_enable\({_NAME}\)", "`replicad sharding enable {}`"),
-        (r"give the shard as the third argument", "give it by --shard"),
     )
 )
 

@@ -232,7 +232,7 @@ class Backfiller:
         if not await connection.fetch_value(query, job.tube, job.table):
             raise TubeRefused(
                 f"the backfill of table {job.table} cannot run: the table was dropped, or is not attached any more. "
-                f"Cancel it: replicad tubes backfill {quote(job.tube)} --shards {job.shard} --cancel"
+                f"Cancel it: replicad tubes backfill {quote(job.tube)} --shard {job.shard} --cancel"
             )
 
     async def _earlier_waits(self, connection: Connection, job: BackfillJob) -> bool:

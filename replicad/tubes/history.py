@@ -125,7 +125,7 @@ def _more(texts: int) -> list[str]:
 
 
 def _missing_text(row: Any) -> str:
-    remedy = f"replicad tubes backfill {quote(row['tube'])} --shards {'all' if row['routed'] else row['shard']}"
+    remedy = f"replicad tubes backfill {quote(row['tube'])} --shard {'all' if row['routed'] else row['shard']}"
     since, until = (row[name].isoformat(" ", "seconds") for name in ("since", "until"))
     if row["cause"] == "triggers":
         return (

@@ -34,6 +34,12 @@ class ShardSet:
             ranges.append((first, last))
         return cls(text, tuple(ranges))
 
+    @property
+    def single(self) -> int | None:
+        """The shard, if the set was written as one number."""
+        first, last = self.ranges[0]
+        return first if len(self.ranges) == 1 and first == last else None
+
     def __contains__(self, shard: int) -> bool:
         return any(first <= shard <= last for first, last in self.ranges)
 

@@ -148,5 +148,5 @@ def attach_command(row: Any, table: str) -> str:
 
 def _backfill(row: Any) -> str:
     return (
-        f"replicad tubes backfill {quote(row['tube'])} --shards {'all' if row['routing'] is not None else row['shard']}"
+        f"replicad tubes backfill {quote(row['tube'])} --shard {'all' if row['routing'] is not None else row['shard']}"
     )

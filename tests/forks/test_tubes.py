@@ -247,7 +247,7 @@ async def test_pods_with_the_numbers_of_lost_pods_are_not_lost_and_what_was_pass
             assert fork.state == "unknown"
 
             async def reported() -> bool:
-                return "replicad tubes backfill items --shards 0" in world.state()
+                return "replicad tubes backfill items --shard 0" in world.state()
 
             await world.until(reported, "the state names the remedy")
             await world.sql("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
@@ -312,7 +312,7 @@ async def test_after_a_promotion_that_no_process_lived_through_all_touches_since
             world.downstream = downstream
 
             async def reported() -> bool:
-                return "replicad tubes backfill items --shards 0" in world.state()
+                return "replicad tubes backfill items --shard 0" in world.state()
 
             await world.until(reported, "the state names the remedy")
             await world.sql("SELECT tube.tube_backfill_schedule('items', NULL, 0, 0)")

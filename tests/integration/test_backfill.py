@@ -179,7 +179,7 @@ async def test_a_backfill_whose_table_was_dropped_names_the_command_that_cancels
     async with start_daemon(at_pace(retry=0.1)) as daemon:
 
         async def refused() -> bool:
-            return "replicad tubes backfill items --shards 0 --cancel" in (daemon.troubles.why("tube", "items") or "")
+            return "replicad tubes backfill items --shard 0 --cancel" in (daemon.troubles.why("tube", "items") or "")
 
         await until(refused)
         assert await items.fetch_value("SELECT tube.tube_backfill_cancel('items', 0, 0)") == 1

@@ -117,7 +117,7 @@ def test_a_tube_is_created_altered_listed_and_dropped(run: Run) -> None:
 @pytest.mark.usefixtures("shards")
 def test_tables_are_attached_by_shards_or_by_name(run: Run, database_url: str) -> None:
     run("tubes", "create", "t", "--partitions", "2")
-    run("tubes", "attach", "t", "cities", "--shards", "1-2,7")
+    run("tubes", "attach", "t", "cities", "--shard", "1-2,7")
     run("tubes", "attach", "t", "public.cities", "--shard", "40", "--predicate", "id % 2 = 0")
     listed = run("tubes", "list", "--json")
     assert {row["tbl"]: row["shard"] for row in listed} == {
@@ -127,25 +127,30 @@ def test_tables_are_attached_by_shards_or_by_name(run: Run, database_url: str) -
     stats = run("tubes", "stats", "t", "--json")
     assert {row["partition"]: row["inc_ids"] for row in stats} == {0: 1, 1: 3}
     assert "2 pods" in run("tubes", "drop", "t", status=2)
-    run("tubes", "detach", "t", "cities", "--shards", "all")
+    run("tubes", "detach", "t", "cities", "--shard", "all")
     assert [row["tbl"] for row in run("tubes", "list", "--json")] == ["cities"]
-    assert "no schema" in run("tubes", "attach", "t", "cities", "--shards", "3-6", status=7)
-    assert "give the table's name alone" in run("tubes", "attach", "t", "a.cities", "--shards", "all", status=2)
+    assert "no schema" in run("tubes", "attach", "t", "cities", "--shard", "3-6", status=7)
+    assert "name the schema of the table" in run("tubes", "attach", "t", "cities", "--shard", "7", status=7)
+    run("tubes", "attach", "t", "cities", "--shard", "3")
+    assert [row["shard"] for row in run("tubes", "list", "--json")] == [3], "no schema of shard 3 has the table"
+    both = ("--database", database_url, "--database", database_url)
+    assert "different shards" in run("tubes", "attach", "t", "public.cities", *both, status=7)
+    assert "give the table's name alone" in run("tubes", "attach", "t", "a.cities", "--shard", "all", status=2)
     run("tubes", "drop", "t", "--yes")
 
 
 @pytest.mark.usefixtures("shards")
 def test_backfills_are_scheduled_once_per_shard_and_the_command_says_what_it_did(run: Run) -> None:
     run("tubes", "create", "t")
-    run("tubes", "attach", "t", "cities", "--shards", "all")
-    assert run("tubes", "backfill", "t", "--shards", "1-2") == "2 shards scheduled\n"
+    run("tubes", "attach", "t", "cities", "--shard", "all")
+    assert run("tubes", "backfill", "t", "--shard", "1-2") == "2 shards scheduled\n"
     before = "2 shards were scheduled before and have not begun"
     assert run("tubes", "backfill", "t") == f"1 shards scheduled; {before}\n"
-    assert run("tubes", "backfill", "t", "--shards", "1-2") == f"{before}\n"
-    assert "no table with a shard of 77 is attached to t" in run("tubes", "backfill", "t", "--shards", "77", status=2)
+    assert run("tubes", "backfill", "t", "--shard", "1-2") == f"{before}\n"
+    assert "no table with a shard of 77 is attached to t" in run("tubes", "backfill", "t", "--shard", "77", status=2)
     assert sum(row["control_count"] for row in run("tubes", "stats", "--json")) == 3
     assert [row["backfill"] for row in run("tubes", "list", "--json")] == ["scheduled by id"] * 3
-    assert run("tubes", "backfill", "t", "--cancel", "--shards", "1-2") == "2 backfills cancelled\n"
+    assert run("tubes", "backfill", "t", "--cancel", "--shard", "1-2") == "2 backfills cancelled\n"
     assert Counter(row["backfill"] for row in run("tubes", "list", "--json")) == {None: 2, "scheduled by id": 1}
 
 
@@ -163,7 +168,7 @@ def test_a_backfill_that_would_read_a_large_table_again_and_again_names_the_inde
     psql(database_url, "UPDATE pg_class SET reltuples = 5e6 WHERE relname IN ('big', 'parts_1')")
     index = 'CREATE INDEX CONCURRENTLY ON big ("a b", "id")'
     backfill = ("tubes", "backfill", "t", "--order-by", "a b")
-    refused = run(*backfill, "--shards", "2", status=2)
+    refused = run(*backfill, "--shard", "2", status=2)
     assert index in refused
     assert "about 5,000,000 ids" in refused
     assert "--without-index" in refused
@@ -178,7 +183,7 @@ def test_a_backfill_that_would_read_a_large_table_again_and_again_names_the_inde
     assert "3 shards scheduled" in run(*backfill), "a few times over is only announced"
     run("tubes", "backfill", "t", "--cancel")
     psql(database_url, "CREATE INDEX ON big (\"a b\"); UPDATE pg_class SET reltuples = 5e6 WHERE relname = 'big'")
-    assert run(*backfill, "--shards", "2") == "1 shards scheduled\n"
+    assert run(*backfill, "--shard", "2") == "1 shards scheduled\n"
 
 
 def test_a_table_is_attached_by_its_primary_key_or_by_a_named_one(run: Run, database_url: str) -> None:
@@ -262,7 +267,7 @@ def test_attaching_two_tables_with_one_shard_is_warned_of(
 ) -> None:
     psql(database_url, "CREATE TABLE shard_0002.people (id bigint PRIMARY KEY)")
     run("tubes", "create", "t")
-    for words in (("cities", "--shards", "all"), ("shard_0002.people", "--shard", "102")):
+    for words in (("cities", "--shard", "all"), ("shard_0002.people", "--shard", "102")):
         assert app.run(["tubes", "attach", "t", *words]) == 0
         assert capsys.readouterr().err == ""
     run("tubes", "detach", "t", "shard_0002.people")
@@ -272,7 +277,7 @@ def test_attaching_two_tables_with_one_shard_is_warned_of(
 
 def test_a_shard_is_purged_only_when_its_table_is_gone(run: Run, database_url: str, shards: None) -> None:
     run("tubes", "create", "t")
-    run("tubes", "attach", "t", "cities", "--shards", "all")
+    run("tubes", "attach", "t", "cities", "--shard", "all")
     assert "is attached to t with shard 2" in run("tubes", "purge", "t", "--shard", "2", status=7)
     psql(database_url, "INSERT INTO shard_0002.cities VALUES (99); DROP SCHEMA shard_0002 CASCADE")
     assert run("tubes", "purge", "t", "--shard", "2") == "shard 2 of t will be purged downstream\n"
@@ -339,7 +344,11 @@ def test_a_table_becomes_a_stream_and_a_table_again(run: Run, database_url: str)
     (later,) = run("streams", "show", "events", "--json")
     assert [one["reason"] for one in later["generations"]] == ["sequence_restarted", "added"]
     assert later["generations"][1:] == shown["generations"]
-    run("streams", "remove", "events")
+    asked = run("streams", "remove", "events", status=2)
+    assert "would be unregistered" in asked
+    assert "add --yes" in asked
+    assert "events" in run("streams", "list")
+    run("streams", "remove", "events", "--yes")
     assert "no streams" in run("streams", "list")
     assert psql(database_url, "SELECT count(*) FROM events") == "10"
 
@@ -410,7 +419,7 @@ def test_a_database_that_cannot_be_reached_is_one_sentence(run: Run) -> None:
 
 def test_top_shows_who_has_what_and_marks_what_is_wrong(run: Run, shards: None, database_url: str) -> None:
     run("tubes", "create", "cities", "--partitions", "2")
-    run("tubes", "attach", "cities", "cities", "--shards", "all")
+    run("tubes", "attach", "cities", "cities", "--shard", "all")
     psql(database_url, "INSERT INTO shard_0002.cities SELECT g, 'x' FROM generate_series(100, 102) g")
     waiting, idle = run("top", "--json")
     assert (waiting["partition"], waiting["pods"], waiting["ids"]) == (0, 1, 3)
@@ -499,7 +508,7 @@ def test_what_is_said_twice_is_done_and_what_does_not_exist_is_not_found(run: Ru
         ):
             run(*words.split())
             run(*words.split())
-        run("streams", "remove", "s")
+        run("streams", "remove", "s", "--yes")
         run("tubes", "drop", "q")
         for words in (
             "streams remove s", "streams show s", "streams skip s 7 --undo", "streams acks s", "streams trim s --acked",
@@ -560,7 +569,6 @@ def test_the_command_line_names_commands_and_not_sql(run: Run, database_url: str
         run("streams", "add", "s", "--table", "public.u", "--id", "id", status=7),
         run("presence", "enable", status=7),
         run("sharding", "show", "s", status=7),
-        run("tubes", "attach", "q", "public.t", status=7),
         run("tubes", "attach", "q", "public.nothing", status=7),
         run("streams", "add", "x", "--table", "nothing", "--id", "id", status=7),
     ]
@@ -569,7 +577,7 @@ def test_the_command_line_names_commands_and_not_sql(run: Run, database_url: str
     for text, remedy in zip(
         told,
         (
-            "replicad streams remove s", "replicad streams remove presence", "replicad sharding enable s", "--shard",
+            "replicad streams remove s", "replicad streams remove presence", "replicad sharding enable s",
             "there is no table public.nothing", "there is no table or sequence nothing", "replicad streams remove s",
         ),
         strict=True,

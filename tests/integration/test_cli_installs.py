@@ -42,7 +42,7 @@ READERS = {
     "streams add": f"events {EVENTS}",
     "streams list": "",
     "streams show": "events",
-    "streams remove": "events",
+    "streams remove": "events --yes",
     "streams trim": "events --older-than 1h",
     "streams acks": "events",
     "streams skip": "events 1 --yes",

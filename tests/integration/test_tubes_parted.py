@@ -167,7 +167,7 @@ async def test_rows_that_left_with_their_partition_are_a_trouble_until_the_table
     table, shards = ("public.bad_rows", "0") if how == "no heir any more" else ("public.p", "7")
     assert f"partitions of {table} were dropped or detached" in reason
     command = reason[reason.index("replicad tubes backfill") :]
-    assert command == f"replicad tubes backfill bad --shards {shards}"
+    assert command == f"replicad tubes backfill bad --shard {shards}"
     if how == "detached":
         roots = await tubes.fetch("SELECT root::text FROM tube.tube_attachment WHERE tbl = 'p1'::regclass")
         assert [row["root"] for row in roots] == ["p1"], "it is attached by itself, and can be detached"

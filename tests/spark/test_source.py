@@ -449,7 +449,7 @@ def test_after_a_fork_of_history_no_pod_is_acked_unread_and_the_query_says_what_
     assert tube.pods == {}
     assert tube.unknown == [("g1", 5)]
     assert "the touches of tube t with a seq in (2, 5] are unknown" in caplog.text
-    assert "run: replicad tubes backfill t --shards all" in caplog.text
+    assert "run: replicad tubes backfill t --shard all" in caplog.text
     assert query.offsets[-1]["g"] == "g2"
 
 

@@ -130,22 +130,23 @@ async def test_an_index_that_readers_hold_is_dropped_later_and_stops_nobody(db: 
     assert await db.fetch_value("SELECT to_regclass('tube.a_pods_2') IS NOT NULL")
 
 
-async def test_the_shard_comes_from_the_schemas_name_or_is_asked_for(db: Database) -> None:
+async def test_the_shard_comes_from_the_schemas_name_or_is_the_lowest_free_one(db: Database) -> None:
     await db.execute(
         "CREATE SCHEMA sh0042; CREATE SCHEMA sh99999999999; CREATE TABLE sh0042.t (id bigint);"
         "CREATE TABLE sh99999999999.t (id bigint); CREATE TABLE public.t (id bigint);"
         " SELECT tube.tube_ensure_exists('a')"
     )
     await attach(db, "a", "sh0042.t")
-    for table in ("public.t", "sh99999999999.t"):
-        with pytest.raises(TubeRefused, match=r"its shard is unknown.*third argument"):
-            await attach(db, "a", table)
     with pytest.raises(TubeRefused, match="from 0 up"):
         await attach(db, "a", "public.t", -1)
     await attach(db, "a", "public.t", 3)
     await attach(db, "a", "public.t")  # what it has is kept
-    assert [tuple(row) for row in await db.fetch("SELECT tbl::text, shard FROM tube.tube_list()")] == [
-        ("t", 3), ("sh0042.t", 42),
+    await attach(db, "a", "sh99999999999.t")
+    await db.execute("CREATE TABLE public.u (id bigint); CREATE TABLE public.v (id bigint, at integer)")
+    await attach(db, "a", "public.u")
+    await attach(db, "a", "public.v", None, None, "at")
+    assert [tuple(row) for row in await db.fetch("SELECT tbl::text, shard FROM tube.tube_list() ORDER BY 1")] == [
+        ("sh0042.t", 42), ("sh99999999999.t", 0), ("t", 3), ("u", 1), ("v", 0),
     ]  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_shards_are_a_number_a_range_several_or_all() -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "-1", "1,,2", "99999999999", f"{MAX_SHARD + 1}"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--shards"):
+    with pytest.raises(UsageError, match="--shard"):
         parse_shards(text)
 
 

@@ -39,7 +39,8 @@ MAX_ROW_HELP = "Longest line that the stream may send, in bytes; it stops before
     cls=ReplicadCommand,
     epilog="""\b
 Examples:
-  replicad streams skip events 120034 --yes --reason 'body is not UTF-8'
+  replicad streams skip events 120034
+  replicad streams skip NAME TOKEN --yes --reason 'body is not UTF-8'
   replicad streams skip events --list
   replicad streams skip events 120034 --undo""",
 )
@@ -88,8 +89,8 @@ def skip(
     epilog="""\b
 Examples:
   replicad streams alter events --max-row 16MiB
-  replicad streams alter events --table public.events --same-rows
-  replicad streams alter events --sequence-changed same""",
+  replicad streams alter NAME --table SCHEMA.TABLE --same-rows
+  replicad streams alter NAME --sequence-changed same""",
 )
 @_name
 @option("--max-row", type=ValueType(BYTES), metavar="BYTES", help=MAX_ROW_HELP)
@@ -343,12 +344,24 @@ def show(name: str, as_json: bool, **options: Any) -> None:
 
 @command.command("remove")
 @_name
+@option("--yes", is_flag=True, help="Do it. Without it the command only prints what it would do.")
 @database_options
-def remove(name: str, **options: Any) -> None:
-    """Unregister the stream NAME. Its table and rows stay."""
+def remove(name: str, yes: bool, **options: Any) -> None:
+    """Unregister the stream NAME. Its table and rows stay.
+
+    Its readers are disconnected, and their tokens are of no use for a stream that is added under this name later.
+    """
 
     from replicad.streams import registry
 
+    if not yes:
+        published = on_streams(options, _position_of(name))
+        upto = "" if published is None else f", which is published up to {published}"
+        raise UsageError(
+            f"stream {name}{upto}, would be unregistered: readers are disconnected, their tokens and what senders have "
+            "acknowledged are lost, and after another `streams add` readers get all rows again. Its table and rows "
+            "stay. To do it, add --yes"
+        )
     on_streams(options, lambda db, schema: registry.remove(db, name, schema=schema))
     echo(f"stream {name} is removed; no table was changed")
 
@@ -357,9 +370,9 @@ def remove(name: str, **options: Any) -> None:
     "trim",
     epilog="""\b
 Examples:
-  replicad streams trim events --older-than 7d
-  replicad streams trim events --before 120000
-  replicad streams trim events --acked""",
+  replicad streams trim NAME --older-than 7d
+  replicad streams trim NAME --before 120000
+  replicad streams trim NAME --acked""",
 )
 @_name
 @option("--before", metavar="TOKEN", help="Remove the rows up to this token.")
@@ -402,7 +415,7 @@ def trim(name: str, before: str | None, older_than: float | None, acked: bool, *
     epilog="""\b
 Examples:
   replicad streams acks events
-  replicad streams acks events --forget sender3""",
+  replicad streams acks NAME --forget INSTANCE""",
 )
 @_name
 @option(

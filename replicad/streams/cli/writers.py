@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   replicad streams writers events
-  replicad streams writers events --retire worker7 --retire worker8
-  replicad streams writers events --retire-idle-since 120000""",
+  replicad streams writers NAME --retire INSTANCE --retire INSTANCE
+  replicad streams writers NAME --retire-idle-since TOKEN""",
 )
 @click.argument("name")
 @option("--retire", multiple=True, metavar="INSTANCE", help="Retire this writer. May be given several times.")

@@ -265,7 +265,7 @@ DECLARE
     missing name;
 BEGIN
     IF NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = s.relation) THEN
-        RETURN format('its table was dropped; run: SELECT %I.stream_remove(%L)', current_schema(), s.name);
+        RETURN format('its table was dropped; run: replicad streams remove %s --yes', stream_shell(s.name));
     END IF;
     SELECT needed INTO missing FROM unnest(ARRAY[s.id_column, s.instance_column]) needed
     WHERE needed IS NOT NULL AND NOT EXISTS (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ async def present(place: TargetDatabase) -> dict[str, Values]:
     return dict(found)
 
 
-async def normal(place: TargetDatabase, name: str, values: Values) -> Values:  # noqa: ARG001
+async def normal(place: TargetDatabase, name: str, values: Values) -> Values:
     """Each table by schema and name, with its shard; one entry with `shards` becomes one for each table of them."""
     found: dict[str, dict[str, Any]] = {}
     for named, attachment in values["tables"].items():
@@ -52,14 +53,35 @@ async def normal(place: TargetDatabase, name: str, values: Values) -> Values:  #
             raise TubeRefused(f"table {named} has shard and shards: give one of them")
         else:
             tubes = Tubes(place.db, place.settings.tube_schema, place.settings.stream_schema)
-            relations = await tubes.find_tables([named], parse_shards(shards))
+            relations = [one.name for one in await tubes.find_tables([named], parse_shards(shards))]
         for relation in relations:
             qualified, schema = await _names(place, relation)
             if qualified in found:
                 raise TubeRefused(f"table {qualified} is named twice")
-            shard = _shard(qualified, schema, attachment)
+            shard = attachment["shard"] if attachment["shard"] is not None else shard_of_schema(schema)
             found[qualified] = {**attachment, "shard": shard, "shards": None}
+    await _choose_shards(place, name, found)
     return {**values, "tables": found}
+
+
+async def _choose_shards(place: TargetDatabase, tube: str, tables: dict[str, dict[str, Any]]) -> None:
+    """Give each table without a shard the shard that attaching would choose, table after table."""
+    if all(values["shard"] is not None for values in tables.values()):
+        return
+    attached = {
+        row["tbl"]: row["shard"]
+        for row in await place.db.fetch(statement("tube_desired", place.settings.tube_schema))
+        if row["tube"] == tube and row["tbl"] is not None
+    }
+    for table, values in sorted(tables.items()):
+        if values["shard"] is None:
+            values["shard"] = attached.get(table, 0 if values["routing"] is not None else None)
+    taken = {shard for table, shard in attached.items() if table not in tables}
+    taken |= {values["shard"] for values in tables.values()}
+    for _, values in sorted(tables.items()):
+        if values["shard"] is None:
+            values["shard"] = next(shard for shard in itertools.count() if shard not in taken)
+            taken.add(values["shard"])
 
 
 async def _names(place: TargetDatabase, relation: str) -> tuple[str, str]:
@@ -68,18 +90,6 @@ async def _names(place: TargetDatabase, relation: str) -> tuple[str, str]:
         raise TubeRefused(f"there is no table {relation} in this database: {HOW}")
     (row,) = await place.db.fetch(load_sql("tube_relation"), oid)
     return row["name"], row["schema"]
-
-
-def _shard(table: str, schema: str, attachment: Mapping[str, Any]) -> int:
-    """The shard that attaching would choose."""
-    if attachment["shard"] is not None:
-        return int(attachment["shard"])
-    found = shard_of_schema(schema)
-    if found is None and attachment["routing"] is not None:
-        return 0
-    if found is None:
-        raise TubeRefused(f"no number ends the name of the schema of {table}, so its shard is unknown: give it one")
-    return found
 
 
 async def change(place: TargetDatabase, name: str, before: Values | None, wanted: Values) -> None:

@@ -47,6 +47,14 @@ def quoted(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedTable:
+    """A table that a command names, and the shard that the command gives it. None: the default."""
+
+    name: str
+    shard: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tubes:
     """The SQL functions of the tubes of one database."""
 
@@ -105,43 +113,74 @@ class Tubes:
             with connection.remarks(say):
                 return await call_value(connection, self.schema, function, *args)
 
-    async def find_tables(self, names: Sequence[str], shards: ShardSet | None) -> list[str]:
-        """The tables that a command names. With `shards`: the tables of that name in the schemas of the shards.
+    async def find_tables(self, names: Sequence[str], shards: ShardSet | None) -> list[NamedTable]:
+        """The tables that a command names, each with the shard that the command gives it.
+
+        With `shards`, a name without a schema means the tables of that name in the schemas of the shards. If no such
+        schema has the table, or the name has a schema, `shards` is the shard of its rows, and must be one number.
 
         Raises:
-            UsageError: a qualified name together with shards.
-            TubeRefused: there is no such table, or none of the shards has it.
+            UsageError: a name with a schema, together with several shards.
+            TubeRefused: there is no such table, or the name may mean the table of a shard or another one.
         """
         from replicad.postgres.bridge import load_sql
-        from replicad.postgres.statements import HOW, find_relation
 
-        if shards is None:
-            for name in names:
-                if await find_relation(self.db, name) is None:
-                    raise TubeRefused(f"there is no table {name} in this database: {HOW}")
-            return list(names)
-        found = []
+        found: list[NamedTable] = []
         for name in names:
-            if "." in name:
-                raise UsageError(f"{name} has a schema, and --shards chooses schemas too; give the table's name alone")
-            there = await self.db.fetch(load_sql("tables_of_shards"), name)
+            if shards is None:
+                found.append(NamedTable(await self._existing(name), None))
+                continue
+            there = [] if "." in name else await self.db.fetch(load_sql("tables_of_shards"), name)
             of_shards = [(row["tbl"], shard_of_schema(row["schema"])) for row in there]
             wanted = [tbl for tbl, shard in of_shards if shard is not None and shard in shards]
             if not wanted:
-                raise TubeRefused(
-                    f"no schema of these shards has a table {name}; a shard's schema is one whose name ends in its "
-                    "number, such as shard_0001"
-                )
-            found += wanted
+                found.append(await self._single(name, shards))
+                continue
+            if shards.single is not None:
+                await self._refuse_two_meanings(name, wanted[0])
+            found += [NamedTable(tbl, None) for tbl in wanted]
         return found
+
+    async def _existing(self, name: str) -> str:
+        from replicad.postgres.statements import HOW, find_relation
+
+        if await find_relation(self.db, name) is None:
+            raise TubeRefused(f"there is no table {name} in this database: {HOW}")
+        return name
+
+    async def _single(self, name: str, shards: ShardSet) -> NamedTable:
+        """A table whose shard the command gives."""
+        from replicad.postgres.statements import find_relation
+
+        if shards.single is not None and await find_relation(self.db, name) is not None:
+            return NamedTable(name, shards.single)
+        if "." in name and shards.single is None:
+            raise UsageError(
+                f"{name} has a schema, and --shard {shards.text} chooses schemas too; give the table's name alone, or "
+                "one number"
+            )
+        raise TubeRefused(
+            f"no schema of these shards has a table {name}; a shard's schema is one whose name ends in its "
+            "number, such as shard_0001"
+        )
+
+    async def _refuse_two_meanings(self, name: str, of_shard: str) -> None:
+        from replicad.postgres.statements import find_relation
+
+        plain = await find_relation(self.db, name)
+        if plain not in (None, await find_relation(self.db, of_shard)):
+            raise TubeRefused(
+                f"{name} may be {of_shard}, or the table {name} on the search_path, which has a shard of its own; "
+                "name the schema of the table"
+            )
 
 
 def parse_shards(text: str) -> ShardSet:
-    """Parse the value of --shards. Raises UsageError."""
+    """Parse the value of --shard. Raises UsageError."""
     try:
         return ShardSet.parse(text)
     except ValueError as error:
-        raise UsageError(f"--shards: {text!r} is not valid; {error}") from None
+        raise UsageError(f"--shard: {text!r} is not valid; {error}") from None
 
 
 def on_islands(

@@ -28,11 +28,6 @@ on_fork_option = option(
     help="What to do when a failover or a restore has made touches unknown that readers have passed on: only report it "
     "as a fault of the tube, or backfill its tables too. Default for a new tube: report.",
 )
-shards_option = option(
-    "--shards",
-    metavar="N|N-M|all",
-    help="Use the table TABLE in every schema whose name ends in any of these numbers.",
-)
 
 
 @click.group("tubes", cls=ReplicadGroup, short_help="Create, fill and inspect tubes.")
@@ -41,8 +36,8 @@ def command() -> None:
 
     \b
       replicad tubes create cities --partitions 4
-      replicad tubes attach cities cities --shards all
-      replicad tubes backfill cities --shards all
+      replicad tubes attach cities cities --shard all
+      replicad tubes backfill cities
       replicad tubes stats
     """
 
@@ -203,9 +198,10 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
     "attach",
     epilog="""\b
 Examples:
-  replicad tubes attach cities public.cities --shard 0
-  replicad tubes attach cities cities --shards 1-100
-  replicad tubes attach films public.film --shard 1 --key film_id
+  replicad tubes attach films public.film
+  replicad tubes attach films public.film --key film_id
+  replicad tubes attach cities public.cities --shard 7
+  replicad tubes attach cities cities --shard 1-100
   replicad tubes attach cities public.towns --routing 'region_id' \\
     --predicate 'population > 0'""",
 )
@@ -213,11 +209,11 @@ Examples:
 @click.argument("tables", metavar="TABLE...", nargs=-1, required=True)
 @option(
     "--shard",
-    metavar="N",
-    type=ValueType(WHOLE),
-    help="Shard of the rows. Default: the number at the end of the name of the table's schema.",
+    metavar="N|N-M|all",
+    help="Shard of the rows. For a TABLE without a schema: use the table of that name in every schema whose name ends "
+    "in any of these numbers, if there are such tables. Default: the number at the end of the name of the table's "
+    "schema, or the present shard, or the lowest number that no other table of TUBE has.",
 )
-@shards_option
 @option(
     "--predicate",
     metavar="SQL",
@@ -233,8 +229,8 @@ Examples:
 )
 @island_options
 def attach(
-    *, tube: str, tables: tuple[str, ...], shard: int | None, shards: str | None, predicate: str | None,
-    routing: str | None, key: str | None, **settings: Any,
+    *, tube: str, tables: tuple[str, ...], shard: str | None, predicate: str | None, routing: str | None,
+    key: str | None, **settings: Any,
 ) -> None:  # fmt: skip
     """Record changes of TABLE in TUBE from now on.
 
@@ -242,37 +238,53 @@ def attach(
     must have keys of kind text, which the first table of a tube decides. Existing rows are not recorded; use `backfill`
     for them.
     """
-    chosen = None if shards is None else parse_shards(shards)
+    chosen = None if shard is None else parse_shards(shard)
     wanted = None if key is None else key.split(",")
+    several = len(settings.get("database") or ()) > 1
 
     async def work(tubes: Tubes) -> tuple[list[str], str | None]:
         named = await tubes.find_tables(tables, chosen)
-        for table in named:
-            options = shard, predicate, routing, wanted
-            await tubes.change(f"attach {table}", "tube_table_ensure_attached", tube, table, *options)
-        return named, warning_of_mixed(await tubes.rows("tube_list"), tube)
+        for one in named:
+            if several and one.shard is None and routing is None:
+                await _refuse_unknown_shard(tubes, one.name)
+            options = one.shard, predicate, routing, wanted
+            await tubes.change(f"attach {one.name}", "tube_table_ensure_attached", tube, one.name, *options)
+        return [one.name for one in named], warning_of_mixed(await tubes.rows("tube_list"), tube)
 
-    for island, (named, mixed) in on_islands(settings, work):
-        _print_each("attached to", tube, island, named)
+    for island, (done, mixed) in on_islands(settings, work):
+        _print_each("attached to", tube, island, done)
         if mixed is not None:
             say(mixed)
+
+
+async def _refuse_unknown_shard(tubes: Tubes, table: str) -> None:
+    """On several databases each table needs a shard that no table of another database has."""
+    if await tubes.value("tube_infer_shard", table) is None:
+        raise TubeRefused(
+            f"no number ends the name of the schema of {table}, and tables of several databases must have different "
+            "shards: attach it with one --database and --shard N at a time"
+        )
 
 
 @command.command("detach")
 @click.argument("tube")
 @click.argument("tables", metavar="TABLE...", nargs=-1, required=True)
-@shards_option
+@option(
+    "--shard",
+    metavar="N|N-M|all",
+    help="Use the table TABLE in every schema whose name ends in any of these numbers.",
+)
 @island_options
-def detach(tube: str, tables: tuple[str, ...], shards: str | None, **options: Any) -> None:
+def detach(tube: str, tables: tuple[str, ...], shard: str | None, **options: Any) -> None:
     """Stop recording changes of TABLE in TUBE.
 
     Pods that are in the tube stay.
     """
-    chosen = None if shards is None else parse_shards(shards)
+    chosen = None if shard is None else parse_shards(shard)
 
     async def work(tubes: Tubes) -> list[str]:
         await _row_of_tube(tubes, tube)
-        named = await tubes.find_tables(tables, chosen)
+        named = [one.name for one in await tubes.find_tables(tables, chosen)]
         for table in named:
             await tubes.change(f"detach {table}", "tube_table_ensure_detached", tube, table)
         return named
@@ -346,7 +358,7 @@ def purge(tube: str, shard: int, **options: Any) -> None:
             raise TubeRefused(
                 f"table {there[0]} is attached to {tube} with shard {shard}, so nothing is purged; drop or detach it "
                 "first, or remove the surplus rows downstream by: "
-                f"replicad tubes backfill {quote(tube)} --shards {shard}"
+                f"replicad tubes backfill {quote(tube)} --shard {shard}"
             )
         start = await tubes.value("tube_backfill_step1")
         await tubes.value("tube_backfill_step2")  # until no pod with a lower seq can appear any more
@@ -451,13 +463,11 @@ def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
 @command.command("backfill")
 @_tube
 @option("--order-by", metavar="COLUMN", help="Order of the ids within a shard. Default: the first column of the key.")
-@option("--shards", metavar="N|N-M|all", default="all", show_default=True, help="Which shards.")
+@option("--shard", metavar="N|N-M|all", default="all", show_default=True, help="Which shards.")
 @option("--cancel", is_flag=True, help="Cancel the backfills of these shards, scheduled or running.")
 @option("--without-index", is_flag=True, help="Schedule it even if a very large table has no index on COLUMN.")
 @island_options
-def backfill(
-    tube: str, order_by: str | None, shards: str, *, cancel: bool, without_index: bool, **options: Any
-) -> None:
+def backfill(tube: str, order_by: str | None, shard: str, *, cancel: bool, without_index: bool, **options: Any) -> None:
     """Put every id of the attached tables into TUBE once.
 
     The daemon writes the pods, shard after shard, and workers read them after all others. Behind a backfill that runs,
@@ -468,7 +478,7 @@ def backfill(
     For a table of more than a million rows that is refused without --without-index; the message has the index to
     create.
     """
-    chosen = parse_shards(shards)
+    chosen = parse_shards(shard)
     if cancel:
         _cancel(tube, chosen.ranges, options)
         return
@@ -491,7 +501,7 @@ def backfill(
 
     done = on_islands(options, work)
     if not any(states for _, (states, _) in done):
-        raise UsageError(f"no table with a shard of {shards} is attached to {tube}; `replicad tubes list` shows them")
+        raise UsageError(f"no table with a shard of {shard} is attached to {tube}; `replicad tubes list` shows them")
     for island, (states, slow) in done:
         echo(_scheduled(states) + (f" on {island}" if island else ""))
         for one in slow[:3]:

@@ -2,7 +2,8 @@
 
 -- tube_table_ensure_attached(tube, tbl, shard, predicate, routing, key, path): attaches the table, so that from now on
 -- changes of its rows touch the tube, or alters the attachment; writes nothing if the attachment is already so.
---   shard      of all its rows; default: the number at the end of the name of the table's schema, or the present shard
+--   shard      of all its rows; default: the number at the end of the name of the table's schema, or the present shard,
+--              or the lowest number that no other table of the tube has
 --   predicate  SQL on a row, in addition to the tube's own: other rows are neither touched nor backfilled
 --   routing    SQL on a row that gives its shard, an integer; shard replaces a NULL, and the sign bit of a negative
 --              number is cleared. With a routing, the last default of shard is 0
@@ -36,7 +37,8 @@ BEGIN
     PERFORM tube_triggers_check(t.tube, tbl);  -- if they were off, what was missed stays known
     SELECT * INTO before FROM tube_attachment a WHERE a.tube = t.tube AND a.tbl = tube_table_ensure_attached.tbl;
     wanted := (t.tube, tbl, tbl,
-        coalesce(shard, tube_infer_shard(tbl), before.shard, CASE WHEN routing IS NOT NULL THEN 0 END),
+        coalesce(shard, tube_infer_shard(tbl), before.shard, CASE WHEN routing IS NOT NULL THEN 0 END,
+            tube_free_shard(t.tube, tbl)),
         predicate, routing,
         CASE WHEN predicate IS NULL AND routing IS NULL THEN '{}' ELSE tube_safe_path(path) END,
         coalesce(key, tube_key_default(tbl, before.key)),
@@ -46,12 +48,8 @@ BEGIN
         t := tube_keys_ensure(t, 'text');
     END IF;
     PERFORM tube_check_key(t, tbl, wanted.key);
-    IF wanted.shard IS NULL OR wanted.shard < 0 THEN
-        PERFORM tube_refuse('RT005',
-            CASE WHEN shard IS NULL
-                THEN format('no number ends the name of the schema of %s, so its shard is unknown', tbl)
-                ELSE format('shard %s: a shard is a whole number from 0 up', shard) END,
-            'give the shard as the third argument');
+    IF wanted.shard < 0 THEN
+        PERFORM tube_refuse('RT005', format('shard %s: a shard is a whole number from 0 up', shard), 'give another shard');
     END IF;
     PERFORM tube_reader_ensure(tbl);
     PERFORM tube_check_expression(tbl, 'predicate', t.predicate, t.path);
@@ -78,6 +76,14 @@ END
 $$;
 COMMENT ON FUNCTION tube_table_ensure_attached(text, regclass, integer, text, text, name[], name[])
     IS 'Attaches a table to a tube, or alters the attachment to be as asked';
+
+-- tube_free_shard(tube, tbl): the lowest number that no other attached table of the tube has as its shard. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_free_shard(tube text, tbl regclass) RETURNS integer
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT min(n)::integer FROM generate_series(0, (SELECT count(*) FROM tube_attachment)) n
+    WHERE NOT EXISTS (SELECT FROM tube_attachment a
+        WHERE a.tube = tube_free_shard.tube AND a.root <> tube_free_shard.tbl AND a.shard = n)
+$$;
 
 -- tube_attachment_fault(tube, tbl): why the triggers of an attached table cannot run, so that each write of it fails: a column
 -- of the key, or something that an expression names, was renamed or dropped, or has another type. NULL: they can, or this

@@ -150,7 +150,7 @@ FROM {schema}.tube_backfills() AS b
 
 -- name: tables_of_shards
 -- The tables called $1 in schemas whose names end in a number, by that number, without partitions. For
--- `replicad tubes ... --shards`.
+-- `replicad tubes ... --shard`.
 SELECT format('%I.%I', n.nspname, c.relname) AS tbl, n.nspname AS schema
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace

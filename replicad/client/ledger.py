@@ -38,13 +38,15 @@ class IdQueue(IntEnum):
 class Touch:
     """One id to process. `op`: of the last touch (G: garbage, see `collect`). `seqs`: the pods that wait for it.
 
-    `id` is an int, or a str if the tube has keys of kind text (tubes/keys.py).
+    `id` is an int, or a str if the tube has keys of kind text (tubes/keys.py). `table`: the name of the table of which
+    the id is, as SQL writes it (`public.film`); None if several tables have its shard, or its table has a routing.
     """
 
     id: Any
     shard: int
     op: str
     seqs: tuple[int, ...]
+    table: str | None = None
 
     @property
     def seq(self) -> int:
@@ -70,6 +72,7 @@ class Ledger:
     """The pods that were read and not acked yet."""
 
     def __init__(self) -> None:
+        self.tables: dict[int, str | None] = {}  # the names of tables by shard, as far as they are known
         self._lanes: tuple[dict[Row, _Seqs], dict[Row, _Seqs]] = {}, {}  # by IdQueue
         # The rows of each queue, the oldest first; a row that has left its queue is skipped. The first key of a dict
         # from which many were removed is slow to find.
@@ -174,7 +177,7 @@ class Ledger:
                 if seqs is None:
                     continue
                 touched = (seqs,) if isinstance(seqs, int) else seqs
-                touch = Touch(row[1], row[0], self._open[touched[-1]].op, touched)
+                touch = Touch(row[1], row[0], self._open[touched[-1]].op, touched, self.tables.get(row[0]))
                 self._busy[row] = touch
                 taken.append(touch)
         return taken

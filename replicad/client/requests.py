@@ -49,6 +49,8 @@ from replicad.tubes.commands import (
     Renew,
     Report,
     Seen,
+    TablesFound,
+    TablesOf,
     Tube,
 )
 from replicad.tubes.keys import BIGINT, Key
@@ -579,6 +581,11 @@ class ClientRequests:
         return _one(request, Attempt, lambda answer: json.loads(answer.note) if answer.note else None)
 
     @asked
+    def tables_of(self, tube: str, shards: Sequence[int]) -> WholeRequest[dict[int, TouchedTable]]:
+        """Of which table the ids of these shards are, at most MAX_TABLES. Shards without one table are left out."""
+        return _one(TablesOf(tube, tuple(shards)), TablesFound, lambda answer: _tables(answer.tables))
+
+    @asked
     def report(self, tube: str, reporter: str, counts: Mapping[str, object]) -> WholeRequest[None]:
         """Report counts that `replicad top` shows; they replace the reporter's earlier ones."""
         return _one(Report(tube, reporter, json.dumps(counts)), Report, lambda _: None)
@@ -589,6 +596,23 @@ class ClientRequests:
     def send(self, *commands: Command) -> WholeRequest[None]:
         """Send commands that are not answered (such as USER_SYNC, FEDERATION_ACK, DOORBELL), in one write."""
         return WholeRequest([partial(send_commands, commands)], lambda _: None)
+
+
+@dataclass(frozen=True, slots=True)
+class TouchedTable:
+    """A table of a tube: its name as SQL writes it, the columns of its key, and whether it is attached now."""
+
+    name: str
+    key: tuple[str, ...]
+    attached: bool
+
+
+def _tables(text: str) -> dict[int, TouchedTable]:
+    found = json.loads(text)
+    return {
+        int(shard): TouchedTable(str(one["table"]), tuple(one["key"]), bool(one["attached"]))
+        for shard, one in found.items()
+    }
 
 
 def _one(command: Command, kind: type[C], result: Callable[[C], T]) -> WholeRequest[T]:

@@ -53,7 +53,7 @@ from replicad.groups import leaves, raise_as_it_was
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.tokens import START, Cursor
 from replicad.retry import Backoff
-from replicad.tubes.commands import Part
+from replicad.tubes.commands import MAX_TABLES, Part
 from replicad.tubes.keys import Key
 
 Handle = Callable[["Batch"], Awaitable[None]]
@@ -145,6 +145,7 @@ READ_IDS = 10_000  # in one answer, about: adding them to the ledger takes 10 ms
 LOG_INTERVAL = 1.0  # seconds between two entries of the log about failed calls: a burst of poison fails thousands
 PARKED_AT_ONCE = 100  # ids, after which their pods are acked
 EARLY_MOST = 500  # pods above the tube's position that were read and not acked: PODS lists them in its line
+TABLES_ASKED = 60.0  # seconds for which the name of a table is used
 BACKFILL_SHARE = 0.5  # of the memory: the rest is for live pods
 
 
@@ -179,6 +180,7 @@ class Partition:
         )
         self._attempts = Attempts(client, work.tube, part)
         self._cursor = START
+        self._tables_until = 0.0  # when the names of tables are asked for again
         self._early: set[int] = set()  # seqs above the cursor that were read and not acked
         self._left_early = False  # the last read asked for none above the position: too many were read
         self._one_by_one = 0  # pods to read alone, because a read of several has failed
@@ -302,6 +304,7 @@ class Partition:
             self._set_care()
         if not found and not self._ready:
             self._read_at = trio.current_time() + settings.poll
+        await self._learn_tables({pod.shard for pod in found})
         came = 0
         for pod in found:
             if pod.seq > (self._cursor.backfill if pod.op == "B" else self._cursor.regular):
@@ -312,6 +315,18 @@ class Partition:
                 self._take(pod)
                 came += 1
         return came
+
+    async def _learn_tables(self, shards: set[int]) -> None:
+        """Ask of which tables these shards are. A table may be renamed, so after TABLES_ASKED it is asked again."""
+        known, now = self._ledger.tables, trio.current_time()
+        if now >= self._tables_until:
+            known.clear()
+            self._tables_until = now + TABLES_ASKED
+        unknown = sorted(shards.difference(known))
+        for at in range(0, len(unknown), MAX_TABLES):
+            asked = unknown[at : at + MAX_TABLES]
+            found = await self._client.tables_of(self._tube, asked)
+            known.update({shard: found[shard].name if shard in found else None for shard in asked})
 
     def _read_soon(self) -> None:
         """READY came, or the connection has ended."""

@@ -33,6 +33,7 @@ _PART = re.compile(r"[0-9]{1,5}/[0-9]{1,5}").fullmatch
 MAX_KEPT = 1000  # terms in a KEEP: a few milliseconds in Postgres
 LONGEST_KEEP = MAX_KEPT * 20 + 1024  # characters: terms of 19 digits, commas, and the words before
 MAX_COUNTS = 4096  # characters of what a REPORT counts
+MAX_TABLES = 100  # shards in a TABLES; the names and keys of their tables take some 10 kB
 MAX_NOTE = 15_000  # characters of the note of an ATTEMPT: a few hundred ids, in a line of the usual length
 
 
@@ -77,6 +78,13 @@ def _note(command: str, what: str, found: str) -> str:
     return found
 
 
+def _tables(command: str, what: str, found: str) -> str:
+    if not isinstance(json_value(command, found), dict):
+        raise bad(command, f"{what} is a JSON object, got {found[:40]!r}")
+    return found
+
+
+_TABLES = Kind("json_object", _tables, longest=1 << 30)
 PART = Kind("part", lambda command, _, found: Part.parse(command, found))
 CURSOR = Kind("cursor", lambda _command, _, found: Cursor.parse(found))
 _COUNTS = Kind("json_object", _counts, longest=1 << 30)
@@ -98,6 +106,27 @@ class Tube(Command):
     partitions: int | None = optional("partitions", INTEGER, default=None)
     made: int | None = option("us", INTEGER, default=None)
     keys: str | None = option("|".join(KINDS), one_of(*KINDS), default=None)
+
+
+@command("TABLES", Side.CLIENT, verb="work", on="tube", answer="TABLED")
+class TablesOf(Command):
+    """TABLES: asks of which tables the ids of these shards are. At most MAX_TABLES shards."""
+
+    tube: str = word("tube")
+    shards: Sequence[int] = word("shard,shard,...", INTEGERS)
+
+
+@command("TABLED", Side.SERVER, longest=UNBOUNDED)
+class TablesFound(Command):
+    """TABLED: a JSON object of the tables that a TABLES asked for, by shard.
+
+    A table is an object with its name as SQL writes it (`table`), the columns of its key (`key`), and `attached`: false
+    after it was detached or dropped. A shard is left out if it has no table or several tables, or if its table has a
+    routing.
+    """
+
+    tube: str = word("tube")
+    tables: str = text("{...}", _TABLES)
 
 
 @command("CLAIM", Side.CLIENT, verb="work", on="tube", answer="LEASE")

@@ -25,7 +25,7 @@ import trio
 
 from replicad.errors import DatabaseError, LeaseLost
 from replicad.postgres.bridge import Database, Sink, quote_ident
-from replicad.postgres.statements import call_row, call_value, statement
+from replicad.postgres.statements import call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.commands import CursorAt, Part
 from replicad.tubes.keys import BIGINT, Key
@@ -309,6 +309,14 @@ class PodBook:
             self._ack_db, self._schema, "tube_attempt_put", *_fence(tube, part, term), note or None
         )
         return before or ""
+
+    async def tables_of(self, tube: str, shards: Sequence[int]) -> dict[str, dict[str, object]]:
+        """The tables of these shards, by shard, as TABLES has them."""
+        known = [shard for shard in shards if 0 <= shard < 1 << 31]
+        rows = await call_rows(self._db, self._schema, "tube_tables_of", tube, known)
+        return {
+            str(row["shard"]): {"table": row["tbl"], "key": row["key"], "attached": row["attached"]} for row in rows
+        }
 
     async def report(self, tube: str, reporter: str, counts: str) -> None:
         """Store the counts of a reader, a JSON object. Raises UnknownTube."""

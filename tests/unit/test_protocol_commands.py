@@ -150,6 +150,8 @@ CASES = [
     Case("PARKED cities 1/4 2", S, c.Parked("cities", Part(1, 4), 2)),
     Case('ATTEMPT cities 1/4 812 {"calls": ["3/17"]}', C, c.Attempt("cities", Part(1, 4), 812, '{"calls": ["3/17"]}')),
     Case("ATTEMPT cities 1/4 812", S, c.Attempt("cities", Part(1, 4), 812)),
+    Case("TABLES cities 1,2", C, c.TablesOf("cities", (1, 2))),
+    Case('TABLED cities {"1":{"table":"public.x"}}', S, c.TablesFound("cities", '{"1":{"table":"public.x"}}')),
     Case('REPORT cities copy {"batch": 3, "lag": 0.5}', C, c.Report("cities", "copy", '{"batch": 3, "lag": 0.5}')),
     Case("REPORT cities copy", S, c.Report("cities", "copy")),
     Case("SEEN cities 7c1fd2a90b31ef02 812", C, c.Seen("cities", "7c1fd2a90b31ef02", 812)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from replicad.config.settings import DatabaseSettings
@@ -52,6 +53,32 @@ class NamedTable:
 
     name: str
     shard: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TableMatch:
+    """A table that a pattern names: as SQL writes it, without quotes, and whether its key needs ids of kind text."""
+
+    tbl: str
+    plain: str
+    has_key: bool
+    needs_text: bool
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name of a table has a wildcard."""
+    return "*" in name or "?" in name
+
+
+def matches(table: str, patterns: Iterable[str]) -> bool:
+    """Whether a table, as SQL writes its name, is among those that the patterns or names mean."""
+    return any(fnmatchcase(table.replace('"', ""), pattern.replace('"', "")) for pattern in patterns)
+
+
+def _like(pattern: str) -> str:
+    """A pattern of a shell as one of LIKE."""
+    escaped = pattern.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+    return escaped.replace("*", "%").replace("?", "_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +139,33 @@ class Tubes:
         async with self.db.connection() as connection:
             with connection.remarks(say):
                 return await call_value(connection, self.schema, function, *args)
+
+    async def match_tables(self, patterns: Sequence[str], exclude: Sequence[str]) -> list[TableMatch]:
+        """The tables that the patterns name (`public.*`; `*` and `?` as in a shell), by name.
+
+        Raises:
+            UsageError: a pattern has no schema. TubeRefused: nothing matches, or tables that match have no key.
+        """
+        from replicad.postgres.statements import statement
+
+        found: dict[str, TableMatch] = {}
+        for pattern in patterns:
+            schema, dot, name = pattern.rpartition(".")
+            if not dot:
+                raise UsageError(f"{pattern} has no schema; write the pattern like public.{pattern}")
+            ours = [self.schema, self.stream_schema]
+            rows = await self.db.fetch(statement("tube_pattern", self.schema), _like(schema), _like(name), ours)
+            matches = [TableMatch(**dict(row)) for row in rows]
+            found.update({one.tbl: one for one in matches if not any(fnmatchcase(one.plain, out) for out in exclude)})
+        if not found:
+            raise TubeRefused(f"no table matches {', '.join(patterns)}, or this user may not see it")
+        without = [one.plain for one in found.values() if not one.has_key]
+        if without:
+            raise TubeRefused(
+                f"{len(without)} of {len(found)} tables have no primary key and no column id, for example "
+                f"{', '.join(without[:5])}: make one, attach them by name with --key, or leave them out by --exclude"
+            )
+        return sorted(found.values(), key=lambda one: one.plain)
 
     async def find_tables(self, names: Sequence[str], shards: ShardSet | None) -> list[NamedTable]:
         """The tables that a command names, each with the shard that the command gives it.

@@ -18,8 +18,18 @@ from replicad.errors import TubeRefused, UnknownTube, UsageError
 from replicad.terminal.command import F, ReplicadGroup, ValueType, json_option, option
 from replicad.terminal.failures import say
 from replicad.terminal.output import echo, print_rows
-from replicad.tubes.cli.islands import NoIndex, Tubes, island_options, on_islands, parse_shards, with_island
+from replicad.tubes.cli.islands import (
+    NoIndex,
+    Tubes,
+    is_pattern,
+    island_options,
+    matches,
+    on_islands,
+    parse_shards,
+    with_island,
+)
 from replicad.tubes.keys import KINDS, TEXT, Key, parse_key
+from replicad.tubes.shards import ShardSet
 
 on_fork_option = option(
     "--on-fork",
@@ -200,6 +210,7 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
 Examples:
   replicad tubes attach films public.film
   replicad tubes attach films public.film --key film_id
+  replicad tubes attach shop 'public.*' --exclude 'public.audit_*'
   replicad tubes attach cities public.cities --shard 7
   replicad tubes attach cities cities --shard 1-100
   replicad tubes attach cities public.towns --routing 'region_id' \\
@@ -227,12 +238,21 @@ Examples:
     metavar="COLUMN,...",
     help="The columns that name a row. Default: the present key of an attached table, or the primary key, or `id`.",
 )
+@option(
+    "--exclude",
+    metavar="PATTERN",
+    multiple=True,
+    help="Leave out tables that a pattern in TABLE names. May be given several times.",
+)
 @island_options
 def attach(
     *, tube: str, tables: tuple[str, ...], shard: str | None, predicate: str | None, routing: str | None,
-    key: str | None, **settings: Any,
+    key: str | None, exclude: tuple[str, ...], **settings: Any,
 ) -> None:  # fmt: skip
     """Record changes of TABLE in TUBE from now on.
+
+    TABLE may be a pattern such as 'public.*'. Then each table that it names gets a shard of its own, which says of
+    which table an id is, so TUBE carries many tables. A table keeps its shard when it is attached again.
 
     A key that is one integer column becomes ids of kind bigint. Any other key, of any types, becomes texts; then TUBE
     must have keys of kind text, which the first table of a tube decides. Existing rows are not recorded; use `backfill`
@@ -241,8 +261,20 @@ def attach(
     chosen = None if shard is None else parse_shards(shard)
     wanted = None if key is None else key.split(",")
     several = len(settings.get("database") or ()) > 1
+    many = any(map(is_pattern, tables))
+    given = [name for name, value in (("--shard", shard), ("--routing", routing), ("--key", key)) if value is not None]
+    if many and given:
+        raise UsageError(
+            f"{given[0]} cannot be given with a pattern: each table gets a shard of its own, and has its key"
+        )
+    if many and several:
+        raise UsageError("--database is given several times; the tables of a pattern are of one database")
+    if exclude and not many:
+        raise UsageError("--exclude needs a pattern such as 'public.*' as TABLE")
 
     async def work(tubes: Tubes) -> tuple[list[str], str | None]:
+        if many:
+            return await attach_many(tubes, tube, tables, exclude, predicate), None
         named = await tubes.find_tables(tables, chosen)
         for one in named:
             if several and one.shard is None and routing is None:
@@ -255,6 +287,24 @@ def attach(
         _print_each("attached to", tube, island, done)
         if mixed is not None:
             say(mixed)
+
+
+async def attach_many(
+    tubes: Tubes, tube: str, patterns: Sequence[str], exclude: Sequence[str], predicate: str | None = None
+) -> list[str]:
+    """Attach all tables that the patterns name, each with a shard of its own; returns them.
+
+    Raises:
+        TubeRefused: nothing matches, or a table has no key. Then no table was attached.
+    """
+    found = await tubes.match_tables(patterns, exclude)
+    row = await _row_of_tube(tubes, tube)
+    if row["tbl"] is None and row["keys"] != TEXT and any(one.needs_text for one in found):
+        await tubes.change(f"tube {tube}", "tube_ensure_exists", tube, row["partitions"], row["predicate"], TEXT)
+    for one in found:
+        shard = await tubes.value("tube_shard_ensure", tube, one.tbl)
+        await tubes.change(f"attach {one.tbl}", "tube_table_ensure_attached", tube, one.tbl, shard, predicate)
+    return [one.tbl for one in found]
 
 
 async def _refuse_unknown_shard(tubes: Tubes, table: str) -> None:
@@ -278,13 +328,17 @@ async def _refuse_unknown_shard(tubes: Tubes, table: str) -> None:
 def detach(tube: str, tables: tuple[str, ...], shard: str | None, **options: Any) -> None:
     """Stop recording changes of TABLE in TUBE.
 
-    Pods that are in the tube stay.
+    TABLE may be a pattern such as 'public.*'. Pods that are in the tube stay.
     """
     chosen = None if shard is None else parse_shards(shard)
 
     async def work(tubes: Tubes) -> list[str]:
         await _row_of_tube(tubes, tube)
-        named = [one.name for one in await tubes.find_tables(tables, chosen)]
+        if any(map(is_pattern, tables)):
+            attached = [row for row in await tubes.rows("tube_tables_of", tube) if row["attached"]]
+            named = [row["tbl"] for row in attached if matches(row["tbl"], tables)]
+        else:
+            named = [one.name for one in await tubes.find_tables(tables, chosen)]
         for table in named:
             await tubes.change(f"detach {table}", "tube_table_ensure_detached", tube, table)
         return named
@@ -464,10 +518,22 @@ def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
 @_tube
 @option("--order-by", metavar="COLUMN", help="Order of the ids within a shard. Default: the first column of the key.")
 @option("--shard", metavar="N|N-M|all", default="all", show_default=True, help="Which shards.")
+@option(
+    "--table", "tables", metavar="PATTERN", multiple=True, help="Only tables such as public.film or 'public.film*'."
+)
 @option("--cancel", is_flag=True, help="Cancel the backfills of these shards, scheduled or running.")
 @option("--without-index", is_flag=True, help="Schedule it even if a very large table has no index on COLUMN.")
 @island_options
-def backfill(tube: str, order_by: str | None, shard: str, *, cancel: bool, without_index: bool, **options: Any) -> None:
+def backfill(
+    tube: str,
+    order_by: str | None,
+    shard: str,
+    *,
+    tables: tuple[str, ...],
+    cancel: bool,
+    without_index: bool,
+    **options: Any,
+) -> None:
     """Put every id of the attached tables into TUBE once.
 
     The daemon writes the pods, shard after shard, and workers read them after all others. Behind a backfill that runs,
@@ -480,20 +546,25 @@ def backfill(tube: str, order_by: str | None, shard: str, *, cancel: bool, witho
     """
     chosen = parse_shards(shard)
     if cancel:
-        _cancel(tube, chosen.ranges, options)
+        _cancel(tube, chosen, tables, options)
         return
 
     async def work(tubes: Tubes) -> tuple[Counter[str], list[NoIndex]]:
+        ranges = await _ranges_of(tubes, tube, chosen, tables)
         listed = [row for row in await tubes.rows("tube_list") if row["tube"] == tube and row["tbl"] is not None]
         slow = await tubes.without_index(
-            [(str(row["tbl"]), order_by or row["key"][0], row["key"]) for row in listed if row["shard"] in chosen]
+            [
+                (str(row["tbl"]), order_by or row["key"][0], row["key"])
+                for row in listed
+                if any(low <= row["shard"] <= high for low, high in ranges)
+            ]
         )
         refused = [] if without_index else [str(one) for one in slow if one.rows > MOST_WITHOUT_INDEX]
         if refused:
             more = f" The same is true of {len(refused) - 1:,} more tables." if refused[1:] else ""
             raise UsageError(f"{refused[0]}. To schedule it all the same: --without-index.{more}")
         states = Counter[str]()
-        for first, last in chosen.ranges:
+        for first, last in ranges:
             states.update(
                 row["state"] for row in await tubes.rows("tube_backfill_request", tube, order_by, first, last)
             )
@@ -518,8 +589,20 @@ def _scheduled(states: Mapping[str, int]) -> str:
     return "; ".join(parts) or "0 shards scheduled"
 
 
-def _cancel(tube: str, ranges: Sequence[tuple[int, int]], options: dict[str, Any]) -> None:
+async def _ranges_of(tubes: Tubes, tube: str, chosen: ShardSet, tables: Sequence[str]) -> Sequence[tuple[int, int]]:
+    """The ranges of shards, or those shards whose table a pattern names. Raises UsageError if there is none."""
+    if not tables:
+        return chosen.ranges
+    named = [row["shard"] for row in await tubes.rows("tube_tables_of", tube) if matches(row["tbl"], tables)]
+    found = [(one, one) for one in named if one in chosen]
+    if not found:
+        raise UsageError(f"no table of {tube} with a shard of {chosen.text} is called {', '.join(tables)}")
+    return found
+
+
+def _cancel(tube: str, chosen: ShardSet, tables: Sequence[str], options: dict[str, Any]) -> None:
     async def work(tubes: Tubes) -> int:
+        ranges = await _ranges_of(tubes, tube, chosen, tables)
         return sum([await tubes.value("tube_backfill_cancel", tube, first, last) for first, last in ranges])
 
     for island, count in on_islands(options, work):

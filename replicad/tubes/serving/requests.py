@@ -6,6 +6,7 @@ with the plan. Long lists of ACK and PARK are read in pieces, so that one line d
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from replicad.tubes.bulk import BulkBook, Want
 from replicad.tubes.commands import (
     ARROW,
     MAX_KEPT,
+    MAX_TABLES,
     Ack,
     Acked,
     Attempt,
@@ -40,6 +42,8 @@ from replicad.tubes.commands import (
     Renew,
     Report,
     Seen,
+    TablesFound,
+    TablesOf,
     Tube,
 )
 from replicad.tubes.history import HistoryBook
@@ -390,6 +394,7 @@ class TubeRequests:
             Park: self._park,
             Attempt: self._attempt,
             Report: self._report,
+            TablesOf: self._tables_of,
             Seen: self._seen,
         }
 
@@ -501,6 +506,14 @@ class TubeRequests:
         await self._known.find(command.tube)
         await self._pods.report(command.tube, command.reporter, command.counts or "{}")
         session.post(Report(command.tube, command.reporter))
+
+    async def _tables_of(self, session: Session, command: TablesOf) -> None:
+        if len(command.shards) > MAX_TABLES:
+            raise TubeRefused(f"{len(command.shards)} shards in one TABLES are too many; name up to {MAX_TABLES}")
+        await self._known.find(command.tube)
+        shards = await read_list(command.shards, session.give_way)
+        found = await self._pods.tables_of(command.tube, shards)
+        session.post(TablesFound(command.tube, json.dumps(found, separators=(",", ":"))))
 
     async def _read(self, session: Session, command: Pods) -> None:
         await self._known.served(command.tube)

@@ -72,18 +72,84 @@ BEGIN
     PERFORM tube_trigger_sweep(t.tube);
     PERFORM tube_table_touch_sweep();
     PERFORM tube_table_touch_ensure(tbl);
+    UPDATE tube_own_shard o SET given = wanted.given, key = wanted.key
+        WHERE o.tube = t.tube AND o.shard = wanted.shard AND o.tbl = tube_table_ensure_attached.tbl;
 END
 $$;
 COMMENT ON FUNCTION tube_table_ensure_attached(text, regclass, integer, text, text, name[], name[])
     IS 'Attaches a table to a tube, or alters the attachment to be as asked';
 
--- tube_free_shard(tube, tbl): the lowest number that no other attached table of the tube has as its shard. Writes nothing.
+-- tube_free_shard(tube, tbl): the lowest number that no other attached table of the tube has as its shard, and that no table has
+-- or had for itself. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_free_shard(tube text, tbl regclass) RETURNS integer
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT min(n)::integer FROM generate_series(0, (SELECT count(*) FROM tube_attachment)) n
+    SELECT min(n)::integer
+    FROM generate_series(0, (SELECT count(*) FROM tube_attachment) + (SELECT count(*) FROM tube_own_shard)) n
     WHERE NOT EXISTS (SELECT FROM tube_attachment a
-        WHERE a.tube = tube_free_shard.tube AND a.root <> tube_free_shard.tbl AND a.shard = n)
+            WHERE a.tube = tube_free_shard.tube AND a.root <> tube_free_shard.tbl AND a.shard = n)
+        AND NOT EXISTS (SELECT FROM tube_own_shard o
+            WHERE o.tube = tube_free_shard.tube AND o.tbl <> tube_free_shard.tbl AND o.shard = n)
 $$;
+
+-- tube_shard_ensure(tube, tbl): the shard of a table that has one of its own in the tube; a new number, if it has none: the
+-- next one that no table of the tube has or had, and no pod. A tube whose tables all have shards of their own carries many
+-- tables: the shard of a pod says of which table its ids are. Raises RT001, RT005. Writes tube_own_shard.
+CREATE OR REPLACE FUNCTION tube_shard_ensure(tube text, tbl regclass) RETURNS integer
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_lock(tube);
+    present integer := (SELECT o.shard FROM tube_own_shard o WHERE o.tube = t.tube AND o.tbl = tube_shard_ensure.tbl);
+    other regclass;
+BEGIN
+    IF present IS NULL THEN  -- the one that it is attached with, if that is of no other table
+        SELECT a.shard INTO present FROM tube_attachment a
+            WHERE a.tube = t.tube AND a.tbl = tube_shard_ensure.tbl AND a.routing IS NULL
+                AND NOT EXISTS (SELECT FROM tube_own_shard o WHERE o.tube = a.tube AND o.shard = a.shard);
+    END IF;
+    IF present IS NULL THEN
+        EXECUTE format('SELECT 1 + greatest((SELECT max(a.shard) FROM tube_attachment a WHERE a.tube = $1),'
+            ' (SELECT max(o.shard) FROM tube_own_shard o WHERE o.tube = $1),'
+            ' (SELECT max(s.shard) FROM tube_shard s WHERE s.tube = $1),'
+            ' (SELECT max(p.shard) FROM tube_parked p WHERE p.tube = $1),'
+            ' CASE WHEN NOT EXISTS (SELECT FROM tube_own_shard o WHERE o.tube = $1)'
+            ' THEN (SELECT max(p.shard) FROM %s p) END, 0)', tube_relation(t.tube)) INTO present USING t.tube;
+    END IF;
+    SELECT a.tbl INTO other FROM tube_attachment a
+        WHERE a.tube = t.tube AND a.root <> tube_shard_ensure.tbl AND (a.shard = present OR a.routing IS NOT NULL) LIMIT 1;
+    IF FOUND THEN
+        PERFORM tube_refuse('RT005', format('table %s cannot have a shard of its own in tube %L: table %s has the same shard, or '
+            'a routing, which may give any shard', tbl, t.tube, other), 'use another tube, or attach that table with another shard');
+    END IF;
+    INSERT INTO tube_own_shard (tube, shard, tbl, given, key)
+        SELECT t.tube, present, c.oid, ARRAY[n.nspname, c.relname], coalesce(tube_key_default(c.oid, NULL), '{}')
+        FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = tube_shard_ensure.tbl
+        ON CONFLICT ON CONSTRAINT tube_own_shard_pkey DO NOTHING;
+    RETURN present;
+END
+$$;
+COMMENT ON FUNCTION tube_shard_ensure(text, regclass) IS 'The shard that a table has for itself in a tube of many tables';
+
+-- tube_tables_of(tube, shards): of which table the ids of these shards are (NULL: of all shards that have one table), its key, and
+-- whether it is attached. A shard with several tables, with none, or of a table with a routing is left out. Of a table that was
+-- detached or dropped the last name is given, if it had a shard of its own. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_tables_of(tube text, shards integer[] = NULL) RETURNS TABLE (
+    shard integer, tbl text, key name[], attached boolean, relation oid
+)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    WITH present AS (
+        SELECT a.shard, min(a.tbl::oid::bigint)::oid AS oid FROM tube_attachment a JOIN pg_class c ON c.oid = a.tbl
+        WHERE a.tube = $1 AND a.tbl = a.root AND (a.shard = ANY ($2) OR $2 IS NULL)
+        GROUP BY a.shard HAVING count(*) = 1 AND bool_and(a.routing IS NULL)
+    )
+    SELECT p.shard, tube_qualified(p.oid), a.key, true, p.oid
+    FROM present p JOIN tube_attachment a ON a.tube = $1 AND a.tbl = p.oid
+    UNION ALL
+    SELECT o.shard, format('%I.%I', o.given[1], o.given[2]), o.key, false, o.tbl FROM tube_own_shard o
+    WHERE o.tube = $1 AND (o.shard = ANY ($2) OR $2 IS NULL)
+        AND NOT EXISTS (SELECT FROM tube_attachment a WHERE a.tube = o.tube AND a.shard = o.shard)
+    ORDER BY 1
+$$;
+COMMENT ON FUNCTION tube_tables_of(text, integer[]) IS 'Of which table the ids of a shard are';
 
 -- tube_attachment_fault(tube, tbl): why the triggers of an attached table cannot run, so that each write of it fails: a column
 -- of the key, or something that an expression names, was renamed or dropped, or has another type. NULL: they can, or this

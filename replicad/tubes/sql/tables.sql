@@ -33,6 +33,20 @@ CREATE TABLE IF NOT EXISTS tube_attachment (
 );
 COMMENT ON TABLE tube_attachment IS 'replicad: which tables touch which tubes; use tube_table_ensure_attached()';
 
+-- tube_own_shard: tables that have a shard of their own in a tube of many tables (tube_shard_ensure), so that a shard says of
+-- which table its ids are. Rows stay when a table is detached or dropped: no other table may get the number, because pods and
+-- rows downstream may still have it. Written by tube_shard_ensure and tube_table_ensure_attached.
+CREATE TABLE IF NOT EXISTS tube_own_shard (
+    tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
+    shard integer NOT NULL,
+    tbl oid NOT NULL,
+    given name[] NOT NULL,                    -- the schema and the name of the table when it was attached last
+    key name[] NOT NULL,                      -- the columns that name a row
+    PRIMARY KEY (tube, shard),
+    UNIQUE (tube, tbl)
+);
+COMMENT ON TABLE tube_own_shard IS 'replicad: of which table the ids of a shard are, in tubes of many tables';
+
 -- tube_generation: the generations of the history of all tubes of this schema (generations.sql), with the server and the
 -- sequence with which each began; `shared`: the seq up to which the pods of each tube are those of the generation before.
 -- Written by tube_fork, which keeps the last 1,000.

@@ -227,7 +227,7 @@ BEGIN
             WHEN c.relnamespace = quote_ident(current_schema())::regnamespace AND (
                 c.relname IN (SELECT r.tube FROM tube_registry r) OR c.relname IN ('tube_registry', 'tube_attachment',
                     'tube_lease', 'tube_parked', 'tube_backfill', 'tube_report', 'tube_shard', 'tube_low',
-                    'tube_attempt', 'tube_version')
+                    'tube_attempt', 'tube_own_shard', 'tube_version')
             ) THEN 'it is a table of the tubes themselves'
             WHEN c.relpersistence = 't' THEN 'it is temporary'
             WHEN c.relkind NOT IN ('r', 'p') THEN 'it is no ordinary or partitioned table'
@@ -313,12 +313,10 @@ BEGIN
         END LOOP;
         CONTINUE WHEN kept;
         IF replaced IS NULL THEN  -- a trigger of the user may have the name
-            SELECT free.name INTO replaced
-                FROM generate_series(1, 1000) AS n, LATERAL (
-                    SELECT CASE WHEN n = 1 THEN wanted.name
-                        ELSE tube_trigger_name(tbl, tube, wanted.moment || '_' || n) END AS name) AS free
-                WHERE NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgname = free.name)
-                ORDER BY n LIMIT 1;
+            FOR n IN 1..1000 LOOP  -- the first name that is free
+                replaced := CASE WHEN n = 1 THEN wanted.name ELSE tube_trigger_name(tbl, tube, wanted.moment || '_' || n) END;
+                EXIT WHEN NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgname = replaced);
+            END LOOP;
         END IF;
         -- Replacing a trigger enables it, and does not make readers of the table wait as DROP TRIGGER does.
         EXECUTE format('CREATE OR REPLACE TRIGGER %I %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION %s(%L)',

@@ -175,6 +175,12 @@ class MemoryBooks:
             self.attempts[tube, part] = note
         return before
 
+    async def tables_of(self, tube: str, shards: Sequence[int]) -> dict[str, dict[str, object]]:
+        await self._answer("tables_of")
+        return {
+            str(shard): {"table": "public.cities", "key": ["id"], "attached": True} for shard in shards if shard < 5
+        }
+
     async def report(self, tube: str, reporter: str, counts: str) -> None:
         self.reports[reporter] = counts
 

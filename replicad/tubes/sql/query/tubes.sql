@@ -161,6 +161,21 @@ WHERE c.relname = $1
   AND n.nspname !~ '^pg_'
 ORDER BY substring(n.nspname FROM '[0-9]+$')::numeric, n.nspname
 
+-- name: tube_pattern
+-- The tables that a pattern such as public.film* names: ordinary and partitioned tables, without partitions, tables of extensions
+-- and the tables of replicad. $1 text, $2 text: patterns of LIKE for the schema and the name; $3 name[]: the schemas of replicad.
+SELECT format('%I.%I', n.nspname, c.relname) AS tbl, n.nspname || '.' || c.relname AS plain,
+    {schema}.tube_key_default(c.oid, NULL) IS NOT NULL AS has_key,
+    NOT coalesce({schema}.tube_key_kind({schema}.tube_key_types(c.oid, {schema}.tube_key_default(c.oid, NULL))) = 'bigint', false) AS needs_text
+FROM pg_class AS c
+JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE c.relkind IN ('r', 'p') AND c.relpersistence <> 't' AND NOT c.relispartition
+    AND n.nspname LIKE $1::text AND c.relname LIKE $2::text
+    AND n.nspname !~ '^pg_' AND n.nspname <> 'information_schema' AND n.nspname <> ALL ($3::name[])
+    AND NOT EXISTS (SELECT FROM pg_depend AS d
+        WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid AND d.deptype = 'e')
+ORDER BY n.nspname, c.relname
+
 -- name: tube_desired
 -- For `replicad plan`: the tubes and their tables, named by schema and table. own_keys: the kind of keys, if it is not the
 -- kind that the tables need; key: the key of the table, if it is not the default.

@@ -25,6 +25,11 @@ _PATTERNS = (
         re.compile(r"(?P<keep>\b[a-z][a-z0-9+.-]{0,30}://[^\s:/@]{0,256}:)[^\s/]*(?=@)", re.IGNORECASE),
         rf"\g<keep>{MASK}",
     ),
+    # the same where the password has a / that is not escaped
+    (
+        re.compile(r"(?P<keep>\bpostgres(?:ql)?://[^\s:/@]{0,256}:)[^\s?]*(?=@)", re.IGNORECASE),
+        rf"\g<keep>{MASK}",
+    ),
     # password=..., sslpassword=..., token=..., secret=... in a URL's query, in libpq's keyword form and in text
     (
         re.compile(r"(?P<keep>\b[a-z_]*(?:password|passwd|token|secret)\s*=\s*)(?:'(?:[^'\\]|\\.)*'|[^\s&,;)]+)", re.I),

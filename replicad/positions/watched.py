@@ -455,5 +455,9 @@ def _unfit_sequence(sequence: Mapping[str, Any], stream: str) -> str | None:
     if sequence["persistence"] != "p":
         return f"sequence {name} of {stream} is not logged, a crash sets it back: ALTER SEQUENCE {name} SET LOGGED."
     if not sequence["readable"]:
-        return f"sequence {name} of {stream} may not be read: GRANT SELECT ON SEQUENCE {name} TO {sequence['role']}."
+        role, owner = sequence["role"], sequence["owner"]
+        grant = f"GRANT SELECT ON SEQUENCE {name} TO {role}"
+        if owner is not None:  # a stream's table is read as its owner, so membership is what the daemon had
+            grant = f"role {role} is no member of role {owner}, its owner: GRANT {owner} TO {role} (or {grant})"
+        return f"sequence {name} of {stream} may not be read: {grant}."
     return None

@@ -10,14 +10,16 @@ import re
 import socket
 import ssl
 from dataclasses import dataclass
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from replicad import errors, sqlstates
 from replicad.masking import mask_secrets, visible
+from replicad.postgres.literals import quote_ident
 from replicad.sqlstates import means
 
 _DEFAULT_PORT = "5432"
 _LAST_PORT = 65535
+_ESCAPES = "in a password / : @ # ? are written %2F %3A %40 %23 %3F"
 
 # SQLSTATEs that our own SQL functions raise; MESSAGE is the sentence, HINT the remedy.
 _OURS: dict[str, type[errors.ReplicadError]] = {
@@ -69,6 +71,7 @@ def parse_target(url: str) -> Target:
         raise errors.UsageError(
             "not a Postgres URL: expected postgresql://user@host:5432/database (or ?host=/folder/of/the/socket)"
         )
+    _refuse_half_a_password(parts)
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     credentials, _, location = parts.netloc.rpartition("@")
     user = unquote(credentials.partition(":")[0]) or query.get("user", "") or "(default)"
@@ -78,12 +81,18 @@ def parse_target(url: str) -> Target:
     for port in [*ports, *query.get("port", "").split(",")]:
         if port and not (port.isascii() and port.isdecimal() and 1 <= int(port) <= _LAST_PORT):
             raise errors.UsageError(  # without the port: it may be half of a password
-                f"not a Postgres URL: the port is no number from 1 to {_LAST_PORT} (in a password / : @ are written "
-                "%2F %3A %40)"
+                f"not a Postgres URL: the port is no number from 1 to {_LAST_PORT} ({_ESCAPES})"
             )
     if not host.startswith("/") and ":" not in host.rpartition("]")[2]:
         host = f"{host}:{query.get('port', _DEFAULT_PORT)}"
     return Target(host=host, database=database, user=user)
+
+
+def _refuse_half_a_password(parts: SplitResult) -> None:
+    """Refuse a URL in which a password has ended the host or the path: the host would be a piece of the password."""
+    query = parts.query and any("=" not in piece for piece in parts.query.split("&"))
+    if "@" in parts.path or parts.fragment or query:
+        raise errors.UsageError(f"not a Postgres URL: it has @ # or ? in a place where none can be ({_ESCAPES})")
 
 
 def pooled(where: str) -> errors.DatabaseRefused:
@@ -145,8 +154,7 @@ def _server_said_no(error: BaseException, state: str, target: Target) -> errors.
         )
     if means(state, sqlstates.NO_CONNECTION_LEFT):
         return errors.DatabaseUnavailable(
-            f"Postgres at {target.host} has no connection left: raise max_connections or lower the pool sizes.",
-            sqlstate=state,
+            f"Postgres at {target.host} has no connection left: {_more_connections(error, target)}.", sqlstate=state
         )
     if means(state, sqlstates.NOT_READY):
         return errors.DatabaseUnavailable(
@@ -154,6 +162,19 @@ def _server_said_no(error: BaseException, state: str, target: Target) -> errors.
         )
     kind = errors.DatabaseUnavailable if means(state, sqlstates.UNAVAILABLE) else errors.DatabaseRefused
     return kind(f"Postgres at {target} refused the connection: {_text(error)}", sqlstate=state)
+
+
+def _more_connections(error: BaseException, target: Target) -> str:
+    """Whose limit is reached, and how it is raised. Postgres has one for the server, each database and each role."""
+    text = _text(error)
+    limit = "raise it by ALTER {0} CONNECTION LIMIT N as a superuser, or lower the pool sizes"
+    if "for role" in text:
+        what = f"ROLE {quote_ident(target.user)}"
+        return f'the CONNECTION LIMIT of role "{target.user}" is reached: {limit.format(what)}'
+    if "for database" in text:
+        what = f"DATABASE {quote_ident(target.database)}"
+        return f'the CONNECTION LIMIT of database "{target.database}" is reached: {limit.format(what)}'
+    return "raise max_connections or lower the pool sizes"
 
 
 def while_running(error: BaseException, target: Target, *, connection_lost: bool) -> errors.ReplicadError:

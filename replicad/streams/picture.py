@@ -244,7 +244,7 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
             lambda feed: feed.rewinds,
         ),
         StateColumn(
-            "held_back", _STATUS | _CONSOLE, lambda one: holders.held_back(one.held_by, one.held_seconds),
+            "held_back", _STATUS | _CONSOLE, lambda one: holders.held_back(one.held_by, one.held_seconds, one.name),
             label="Held back", form=ConsoleForm.HOLDER, figure=_HELD, samples=_held_samples,
         ),
         StateColumn("held_back_by", _LIST | _SHOW, lambda one: holders.in_one_line(one.held_by)),

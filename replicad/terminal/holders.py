@@ -6,30 +6,31 @@ from collections.abc import Mapping
 
 from replicad.positions.horizon import Holder
 from replicad.postgres.bridge import quote_literal
+from replicad.remedies import Remedy, word
 
 MOST_QUERY = 80  # characters of a statement that are shown in a sentence
 LONGEST_QUERY = 60  # characters of a statement in a table
 
 
-def statement_to_end(holder: Holder) -> str | None:
-    """The SQL that ends what holds a position back; None where no statement does."""
+def remedy_for(holder: Holder, stream: str | None = None) -> Remedy:
+    """The statement or command that ends what holds the position of a stream, or of a tube, back."""
     if holder.gid is not None:
-        return f"ROLLBACK PREPARED {quote_literal(holder.gid)}"
+        return Remedy.make("roll_back_prepared", holder.gid, gid=quote_literal(holder.gid))
     if holder.pid is not None:
-        return f"SELECT pg_terminate_backend({holder.pid})"
-    return None
+        return Remedy.make("terminate", holder.pid, pid=holder.pid)
+    if holder.application_name and stream is not None:
+        return Remedy.make("retire_writer", stream=word(stream), writer=word(holder.application_name))
+    return Remedy.make("locks")
 
 
-def how_to_end(holder: Holder) -> str:
-    """What to do about the holder, and who can: the statement, or a command."""
-    statement = statement_to_end(holder)
-    if statement is not None:
-        if holder.gid is not None:
-            return f"{statement}, as the role that prepared it or a superuser (or COMMIT PREPARED, if it was meant)"
-        return f"{statement}, as that session's role, a superuser or a member of pg_signal_backend"
-    if holder.application_name:
-        return f"start the writer {holder.application_name}, or `replicad streams writers retire`"
-    return "SELECT * FROM pg_locks WHERE NOT granted"
+def how_to_end(holder: Holder, stream: str | None = None) -> str:
+    """What to do about the holder, and who can."""
+    remedy = remedy_for(holder, stream)
+    if remedy.form == "roll_back_prepared":
+        return f"{remedy.with_role} (or COMMIT PREPARED, if it was meant)"
+    if remedy.form == "retire_writer":
+        return f"start the writer {holder.application_name}, or, if it will not come back: {remedy}"
+    return remedy.with_role
 
 
 def who(holder: Holder) -> str:
@@ -58,10 +59,11 @@ def in_one_line(holder: Holder | None) -> str | None:
     return f"{name}{age}" + (f": {short}" if short else "")
 
 
-def held_back(holder: Holder | None, seconds: float | None) -> Mapping[str, object] | None:
+def held_back(holder: Holder | None, seconds: float | None, stream: str | None = None) -> Mapping[str, object] | None:
     """What `/status` says of a holder. Not its statement: that may have values of a user in it.
 
-    `seconds`: how long the position has not moved. None if nothing holds it back.
+    `stream`: the one that it holds back, if that is no tube. `seconds`: how long the position has not moved. None if
+    nothing holds it back.
     """
     if holder is None or seconds is None:
         return None
@@ -72,6 +74,6 @@ def held_back(holder: Holder | None, seconds: float | None) -> Mapping[str, obje
         "application_name": holder.application_name,
         "transaction_seconds": holder.age_s,
         "prepared": holder.gid,
-        "end": how_to_end(holder),
-        "sql": statement_to_end(holder),
+        "end": how_to_end(holder, stream),
+        "sql": None if (remedy := remedy_for(holder, stream)).form == "retire_writer" else str(remedy),
     }

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from shlex import quote
 
 import structlog
 import trio
@@ -21,6 +20,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, TubeRefused
 from replicad.postgres.bridge import Connection, Database, Row, quote_ident
 from replicad.postgres.statements import call_row, call_value
+from replicad.remedies import Remedy, word
 from replicad.retry import Backoff
 from replicad.tubes.pods import TubeInfo
 
@@ -230,9 +230,10 @@ class Backfiller:
             "WHERE a.tube = $1 AND a.tbl = to_regclass($2))"
         )
         if not await connection.fetch_value(query, job.tube, job.table):
+            remedy = Remedy.make("cancel_backfill", tube=word(job.tube), shard=job.shard)
             raise TubeRefused(
                 f"the backfill of table {job.table} cannot run: the table was dropped, or is not attached any more. "
-                f"Cancel it: replicad tubes backfill {quote(job.tube)} --shard {job.shard} --cancel"
+                f"Cancel it: {remedy}"
             )
 
     async def _earlier_waits(self, connection: Connection, job: BackfillJob) -> bool:

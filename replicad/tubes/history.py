@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from shlex import quote
 from typing import Any
 
 from replicad.postgres.bridge import Database, Row, quote_ident
 from replicad.postgres.statements import call_row, call_value, statement
+from replicad.remedies import Remedy, word
 
 MOST_TEXTS = 3  # tables of a tube that are named with what may have been missed of them
 
@@ -125,7 +125,7 @@ def _more(texts: int) -> list[str]:
 
 
 def _missing_text(row: Any) -> str:
-    remedy = f"replicad tubes backfill {quote(row['tube'])} --shard {'all' if row['routed'] else row['shard']}"
+    remedy = Remedy.make("backfill", tube=word(row["tube"]), shard="all" if row["routed"] else row["shard"])
     since, until = (row[name].isoformat(" ", "seconds") for name in ("since", "until"))
     if row["cause"] == "triggers":
         return (

@@ -8,11 +8,11 @@ each write fails. The pods that are in the tube can still be read. docs/tubes.md
 
 from __future__ import annotations
 
-from shlex import quote
 from typing import Any, Final
 
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import statement
+from replicad.remedies import Remedy, word
 
 PART: Final = 200  # attached tables whose columns one look compares; of more, a part at each look
 AT_ONCE: Final = 50  # tables whose columns have changed that one look tries; the next look tries others
@@ -97,19 +97,19 @@ def _failing(row: Any) -> str:
         again = f"attach it again, `{attach_command({**row, 'key': ['id']}, row['name'])}`"
     return (
         f"each write of {row['name']} fails, because its triggers of the tube cannot run: {row['fault']}. "
-        f"Remedy: {again}; or stop recording it: `replicad tubes detach {quote(row['tube'])} {quote(row['name'])}`"
+        f"Remedy: {again}; or stop recording it: `{_detach(row, row['name'])}`"
     )
 
 
 def _sentence(row: Any) -> str:
-    tube, shard = row["tube"], row["shard"]
+    shard = row["shard"]
     if row["dropped"]:
         names = " or ".join(row["perhaps"])
         return (
             f"a table that was attached to it was dropped ({names + ', ' if names else ''}oid {row['table_oid']}, "
             f"shard {shard}). If there is a new table of that name, its changes are not recorded: attach it, "
             f"{attach_command(row, names)}, and backfill it, {_backfill(row)}. If there is none: "
-            f"replicad tubes detach {quote(tube)} {row['table_oid']}"
+            f"{_detach(row, row['table_oid'])}"
         )
     return (
         f"changes of table {row['name']} are not recorded: it has no enabled trigger of the tube for "
@@ -130,7 +130,7 @@ def _unseen(row: Any) -> str:
         return (
             f"changes of {row['name']}{more} that arrive through subscription {row['who']} are not recorded: "
             "Postgres fires no trigger for them. Attach the table on the publisher, and detach it here: "
-            f"replicad tubes detach {quote(row['tube'])} {quote(row['root'])}"
+            f"{_detach(row, row['root'])}"
         )
     return (
         f"{row['who']} has session_replication_role = replica, and writes of such sessions are not recorded. Set it in "
@@ -138,15 +138,18 @@ def _unseen(row: Any) -> str:
     )
 
 
-def attach_command(row: Any, table: str) -> str:
+def attach_command(row: Any, table: str) -> Remedy:
     """The command that attaches a table again as it is; `row` has tube, shard, predicate, routing and key."""
-    named = quote(table) if table and " or " not in table else "TABLE"
-    own = "".join(f" --{what} {quote(row[what])}" for what in ("predicate", "routing") if row[what] is not None)
-    key = "" if row["key"] == ["id"] else f" --key {quote(','.join(row['key']))}"
-    return f"replicad tubes attach {quote(row['tube'])} {named} --shard {row['shard']}{own}{key}"
+    named = word(table) if table and " or " not in table else "TABLE"
+    own = "".join(f" --{what} {word(row[what])}" for what in ("predicate", "routing") if row[what] is not None)
+    key = "" if row["key"] == ["id"] else f" --key {word(','.join(row['key']))}"
+    return Remedy.make("attach", tube=word(row["tube"]), table=named, shard=row["shard"], more=f"{own}{key}")
 
 
-def _backfill(row: Any) -> str:
-    return (
-        f"replicad tubes backfill {quote(row['tube'])} --shard {'all' if row['routing'] is not None else row['shard']}"
-    )
+def _backfill(row: Any) -> Remedy:
+    shard = "all" if row["routing"] is not None else row["shard"]
+    return Remedy.make("backfill", tube=word(row["tube"]), shard=shard)
+
+
+def _detach(row: Any, table: object) -> Remedy:
+    return Remedy.make("detach", tube=word(row["tube"]), table=word(table))

@@ -71,6 +71,40 @@ def test_failure_to_connect_says_where_and_what_to_do(error: Exception, kind: ty
     assert "db:5432" in str(told)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:12/34secret@db/app",
+        "postgresql://me:1/s@cret34@db/app",
+        "postgresql://me:12#34secret@db/app",
+        "postgresql://me:12?34secret@db/app",
+        "postgresql://me:se/cret34@db/app",
+    ],
+)
+def test_a_password_that_ends_the_host_is_refused_and_no_part_of_it_is_shown(url: str) -> None:
+    with pytest.raises(errors.UsageError, match="%2F") as caught:
+        parse_target(url)
+    assert not re.search(r"12|34|cret", str(caught.value))
+
+
+class TooMany(Exception):
+    sqlstate = "53300"
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ('too many connections for role "me"', 'role "me" is reached: raise it by ALTER ROLE "me" CONNECTION LIMIT'),
+        ('too many connections for database "app"', 'raise it by ALTER DATABASE "app" CONNECTION LIMIT'),
+        ("sorry, too many clients already", "raise max_connections"),
+    ],
+)
+def test_the_limit_that_is_reached_is_named(said: str, remedy: str) -> None:
+    found = while_connecting(TooMany(said), Target("db:5432", "app", "me"), 3)
+    assert isinstance(found, errors.DatabaseUnavailable)
+    assert remedy in str(found)
+
+
 def test_placeholders_are_filled_by_number() -> None:
     assert fill("SELECT $2, $1, $2, $3", ["a", 2, None]) == "SELECT ('2'::bigint), 'a', ('2'::bigint), NULL"
     assert fill("SELECT '$1'", []) == "SELECT '$1'"

@@ -9,17 +9,19 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from shlex import quote
 
 import trio
 
 from replicad.errors import DatabaseRefused, ReplicadError, SchemaMissing, SchemaTooNew
 from replicad.operations.doctor.seen import MOST_PARKED, Evidence
+from replicad.positions.horizon import Holder, HolderKind
 from replicad.postgres import schema
+from replicad.postgres.bridge import quote_ident
+from replicad.remedies import Remedy, word
 from replicad.streams import status
-from replicad.terminal.holders import how_to_end, who
+from replicad.terminal.holders import remedy_for, who
 from replicad.tubes.serving.leases import LEASE_EXPIRED
 from replicad.tubes.untouched import attach_command
 
@@ -48,6 +50,7 @@ class Finding:
     level: Level
     text: str
     remedy: str = ""
+    by: str = ""  # who may run the remedy, if the asking role may not
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ async def _standby(seen: Evidence) -> Iterable[Finding]:
     if row["standby"]:
         return [failing("the server is a standby; daemons cannot serve it", "name the primary with --database")]
     if row["read_only"]:
-        remedy = f'ALTER ROLE "{row["role"]}" RESET default_transaction_read_only, or that of the database'
+        remedy = Remedy.make("reset_read_only", what=row["read_only_by"])
         return [failing(f"user {row['role']} may only read here", remedy)]
     return fine("the server is a primary, and this user may write")
 
@@ -126,9 +129,8 @@ async def _rights(seen: Evidence) -> Iterable[Finding]:
         if not viewer
     ]
     if not row["sees_sessions"]:
-        role = row["role"].replace('"', '""')
         text = f"user {row['role']} cannot see what other users' sessions do, so holders have no age and no query"
-        found.append(warning(text, f'GRANT pg_read_all_stats TO "{role}"'))
+        found.append(warning(text, Remedy.make("see_sessions", role=quote_ident(row["role"]))))
     if viewer and not found:
         few = counted(len(denied), "stream")
         return fine(f"user {row['role']} may look at all streams and sessions, and read no rows of {few}")
@@ -140,7 +142,7 @@ async def _owners(seen: Evidence) -> Iterable[Finding]:
         warning(
             f"tube {row['tube']}: the triggers of {row['root']} run with the rights of role {row['runs_as']}, and the "
             f"table belongs to role {row['owner']}",
-            f"attach it again: {attach_command(row, row['root'])}",
+            attach_command(row, row["root"]),
         )
         for row in await seen.misowned_triggers()
     ]
@@ -148,7 +150,7 @@ async def _owners(seen: Evidence) -> Iterable[Finding]:
         warning(
             f"table {row['table']} of role {row['table_owner']} is read with the daemon's rights, and runs code of "
             f"role {row['owner']}: {row['what']}",
-            f"ALTER {row['what']} OWNER TO {row['table_owner']}, or ALTER TABLE {row['table']} OWNER TO {row['owner']}",
+            Remedy.make("own_type", what=row["what"], role=row["table_owner"]),
         )
         for row in await seen.strangers()
     ]
@@ -191,7 +193,7 @@ async def _sessions(seen: Evidence) -> Iterable[Finding]:
 async def _daemons(seen: Evidence) -> Iterable[Finding]:
     number = (await seen.server())["daemons"]
     if not number:
-        return [failing("no daemon is connected to this database", "start `replicad serve`")]
+        return [failing("no daemon is connected to this database", Remedy.make("start_daemon"))]
     silent = [
         warning(
             f"daemon {one.name} (pid {one.pid}, at {', '.join(one.addresses)}) is {one.state}",
@@ -357,7 +359,7 @@ async def _streams(seen: Evidence) -> Iterable[Finding]:
             continue
         text = f"stream {one.stream.name} ({one.state}): {one.problem}"
         level = Level.WARNING if one.state in _WAITS else Level.FAILING
-        found.append(Finding(level, text, f"replicad streams show {quote(one.stream.name)}"))
+        found.append(Finding(level, text, Remedy.make("show_stream", stream=word(one.stream.name))))
     return found or fine(f"{counted(len(streams), 'stream can', 'streams can')} be served")
 
 
@@ -369,15 +371,13 @@ async def _holders(seen: Evidence) -> Iterable[Finding]:
         if holder is None or age is None or age < limits.held:
             continue
         text = f"stream {one.stream.name} is held back for {age:.0f} s by {who(holder)}"
-        found.append((failing if age >= limits.held_long else warning)(text, how_to_end(holder)))
+        found.append((failing if age >= limits.held_long else warning)(text, remedy_for(holder, one.stream.name)))
     for row in await seen.partitions():
         if row["partition"] == 0 and (row["writer_s"] or 0) >= limits.held:
             text = f"tube {row['tube']} is held back for {row['writer_s']:.0f} s by {row['writer']}"
-            pid = row["writer"].split()[1] if row["writer"].startswith("pid ") else None
-            who_can = "as that session's role, a superuser or a member of pg_signal_backend"
-            remedy = (
-                f"SELECT pg_terminate_backend({pid}), {who_can}" if pid else "ROLLBACK PREPARED, or COMMIT PREPARED"
-            )
+            pid = int(row["writer"].split()[1]) if row["writer"].startswith("pid ") else None
+            gid = None if pid is not None else row["writer"].removeprefix("prepared transaction ")
+            remedy = remedy_for(Holder(HolderKind.TRANSACTION, pid=pid, gid=gid))
             found.append((failing if row["writer_s"] >= limits.held_long else warning)(text, remedy))
     return found or fine(f"nothing has held a stream or tube back for {limits.held:.0f} s")
 
@@ -388,7 +388,7 @@ async def _lag(seen: Evidence) -> Iterable[Finding]:
     found = [
         warning(
             f"stream {one.stream.name}: {one.lag_rows:,} rows have waited for up to {one.lag_seconds or 0:.0f} s",
-            f"replicad streams show {quote(one.stream.name)}",
+            Remedy.make("show_stream", stream=word(one.stream.name)),
         )
         for one in streams
         if one.lag_rows and (one.lag_seconds or 0) >= limits.lag and one.held_by is None and one.state == status.OK
@@ -456,8 +456,7 @@ STREAM_CHECKS = (
 
 async def _tubes(seen: Evidence) -> Iterable[Finding]:
     found = [
-        failing(f"tube {name}: {why}", f"replicad tubes list; replicad tubes stats {quote(name)}")
-        for name, why in (await seen.tube_faults()).items()
+        failing(f"tube {name}: {why}", Remedy.make("list_tubes")) for name, why in (await seen.tube_faults()).items()
     ]
     tubes = {row["tube"] for row in await seen.partitions()}
     return found or fine(f"{counted(len(tubes), 'tube can', 'tubes can')} be served")
@@ -473,7 +472,9 @@ async def _readers(seen: Evidence) -> Iterable[Finding]:
         if row["pods"] and row["holder"] is None:
             age, pods = row["lag_s"] or 0, counted(row["pods"], "pod waits", "pods wait")
             late = failing if age >= seen.thresholds.lag else warning
-            found.append(late(f"{where}: {pods} for up to {age:.0f} s, and no worker has the lease", "start a worker"))
+            found.append(
+                late(f"{where}: {pods} for up to {age:.0f} s, and no worker has the lease", Remedy.make("start_worker"))
+            )
         elif (row["lag_s"] or 0) >= seen.thresholds.lag:
             text = f"{where}: the oldest pod is {row['lag_s']:.0f} s old; {row['holder']} reads it"
             found.append(warning(text, "see the worker's log; more partitions allow more workers"))
@@ -483,7 +484,8 @@ async def _readers(seen: Evidence) -> Iterable[Finding]:
 async def _leases(seen: Evidence) -> Iterable[Finding]:
     expired = {(one.name, one.cause): one for one in await seen.troubles() if one.code == LEASE_EXPIRED}
     found = [
-        warning(f"tube {name}, {one.reason.partition('; ')[0]}", "start a worker") for (name, _), one in expired.items()
+        warning(f"tube {name}, {one.reason.partition('; ')[0]}", Remedy.make("start_worker"))
+        for (name, _), one in expired.items()
     ]
     return found or fine("no lease has expired")
 
@@ -494,7 +496,7 @@ async def _parked(seen: Evidence) -> Iterable[Finding]:
         parked[row["tube"]] += row["parked"] or 0
     found = [
         warning(
-            f"tube {name}: {counted(number, 'pod is', 'pods are')} parked", f"replicad tubes parked list {quote(name)}"
+            f"tube {name}: {counted(number, 'pod is', 'pods are')} parked", Remedy.make("list_parked", tube=word(name))
         )
         for name, number in parked.items()
         if number
@@ -514,7 +516,7 @@ async def _backfills(seen: Evidence) -> Iterable[Finding]:
         if row["backfill_pods"] and row["holder"] is None:
             where = f"tube {row['tube']}, partition {row['partition']}"
             text = f"{where}: {counted(row['backfill_pods'], 'pod of a backfill waits', 'pods of a backfill wait')}"
-            found.append(warning(f"{text}, and no worker has the lease", "start a worker"))
+            found.append(warning(f"{text}, and no worker has the lease", Remedy.make("start_worker")))
     return found or fine("no backfill is stuck")
 
 
@@ -582,16 +584,14 @@ async def _senders(seen: Evidence) -> Iterable[Finding]:
         unread = any(published.get(name, 0) > int(token) for name, _, token in recorded)
         if row["absent"] and (row["outstanding"] or unread):
             text = f"stream {stream}: facts or updates wait, and its sender {', '.join(row['absent'])} does not run"
-            found.append(
-                failing(text, f"start `replicad sender --facts {quote(stream)}` with its --sender-name and --senders")
-            )
+            found.append(failing(text, Remedy.make("start_sender", stream=word(stream))))
         if row["parked"]:
             number = (
                 f"{row['parked']:,} or more items are"
                 if row["parked"] >= MOST_PARKED
                 else counted(row["parked"], "item is", "items are")
             )
-            remedy = f"replicad sender parked list --stream {quote(stream)}"
+            remedy = Remedy.make("list_sender_parked", stream=word(stream))
             found.append(warning(f"stream {stream}: {number} parked", remedy))
         if row["failing"]:
             hours, others = row["failing_s"] / 3600, row["failing"] - 1
@@ -644,7 +644,7 @@ async def _run(check: Check, seen: Evidence, longest: float) -> list[Finding]:
     report = failing if Level.FAILING in check.levels else warning
     try:
         with trio.fail_after(longest):
-            return list(await check.run(seen))
+            return [replace(one, by=await seen.others_who_may(one.remedy)) for one in await check.run(seen)]
     except trio.TooSlowError:
         return [
             report(f"no answer within {longest:g} s", "see what Postgres waits for: SELECT * FROM pg_stat_activity")

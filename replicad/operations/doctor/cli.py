@@ -85,14 +85,19 @@ async def _examine(options: Mapping[str, Any], http: str | None, show: Any) -> S
 
 
 def _print_line(check: Check, finding: Finding) -> None:
-    remedy = f"  -> {finding.remedy}" if finding.remedy else ""
+    remedy = f"  -> {_remedy(finding)}" if finding.remedy else ""
     line = f"{finding.level.word:<8} {check.name:<10} {' '.join((finding.text + remedy).split())}"
     echo(line, fg=_COLOURS[finding.level] if colour_allowed() else None)
 
 
+def _remedy(finding: Finding) -> str:
+    return f"{finding.remedy}, as {finding.by}" if finding.by else finding.remedy
+
+
 def _print_json(check: Check, finding: Finding) -> None:
     level = finding.level.name.lower()
-    echo(as_json_line({"check": check.name, "level": level, "text": finding.text, "remedy": finding.remedy or None}))
+    remedy, by = finding.remedy or None, finding.by or None
+    echo(as_json_line({"check": check.name, "level": level, "text": finding.text, "remedy": remedy, "by": by}))
 
 
 def _print_nagios(found: Sequence[tuple[Check, Finding]]) -> None:
@@ -104,7 +109,7 @@ def _print_nagios(found: Sequence[tuple[Check, Finding]]) -> None:
     figures = f"warnings={warnings} failing={len(problems) - warnings}"
     echo(f"REPLICAD {_NAGIOS[worst]} - {_plain(first)} | {figures}")
     for check, finding in problems:
-        echo(_plain(f"{finding.level.word} {check.name}: {finding.text} -> {finding.remedy}"))
+        echo(_plain(f"{finding.level.word} {check.name}: {finding.text} -> {_remedy(finding)}"))
 
 
 def _plain(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +13,7 @@ from replicad.config.settings import DatabaseSettings
 from replicad.errors import ReplicadError
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import load_sql, statement
+from replicad.remedies import Remedy, Who
 from replicad.streams import daemons, status, troubles
 from replicad.tubes.cli.islands import tube_states
 from replicad.tubes.serving.leases import LEASE_EXPIRED
@@ -97,6 +99,21 @@ class Evidence:
             return row
 
         return await self._once("server", look)
+
+    async def others_who_may(self, remedy: str) -> str:
+        """Who may run a remedy, if the role of this session may not; else an empty text."""
+        if not isinstance(remedy, Remedy) or remedy.who in (Who.ANYONE, Who.MACHINE) or isinstance(self._db, Exception):
+            return ""
+        look = partial(
+            self.db.fetch_row, load_sql("doctor_may"), remedy.who.name, remedy.of, self.settings.stream_schema
+        )
+        try:
+            row = await self._once(f"may {remedy.who} {remedy.of}", look)
+        except ReplicadError:  # the finding is shown without it
+            return ""
+        if row is None or row["may"]:
+            return ""
+        return f"{remedy.who} ({row['role']})" if row["role"] else str(remedy.who)
 
     async def streams(self) -> Overview:
         """All streams, as `replicad streams list` shows them."""

@@ -179,7 +179,10 @@ LANGUAGE sql STABLE AS $$
         FROM unnest(ARRAY[s.relation, s.positions]) t
         WHERE t IS NOT NULL AND NOT has_any_column_privilege(t, 'SELECT') AND stream_runs_as(t) IS NULL
         UNION ALL
-        SELECT 3, stream_denial(format('sequence %s', s.sequence), format('SELECT ON SEQUENCE %s', s.sequence))
+        SELECT 3, CASE WHEN stream_runs_as(s.sequence) IS NULL
+            THEN stream_denial(format('sequence %s', s.sequence), format('SELECT ON SEQUENCE %s', s.sequence))
+            ELSE format('role %1$I is no member of role %2$I, which owns sequence %3$s; run: GRANT %2$I TO %1$I (or GRANT SELECT ON '
+                'SEQUENCE %3$s TO %1$I)', current_user, pg_get_userbyid(stream_runs_as(s.sequence)), s.sequence) END
         WHERE NOT has_sequence_privilege(s.sequence, 'SELECT')
         UNION ALL
         SELECT 4, stream_hidden(t) FROM unnest(ARRAY[s.relation, s.positions]) t WHERE stream_hidden(t) IS NOT NULL

@@ -7,6 +7,15 @@ SELECT
     current_setting('server_version') AS version,
     pg_is_in_recovery() AS standby,
     current_setting('transaction_read_only') = 'on' AS read_only,
+    (SELECT coalesce((
+        SELECT CASE WHEN d.setrole = 0 THEN '' ELSE 'ROLE ' || quote_ident(current_user) END
+            || CASE WHEN d.setrole = 0 THEN 'DATABASE ' || quote_ident(current_database())
+                WHEN d.setdatabase = 0 THEN '' ELSE ' IN DATABASE ' || quote_ident(current_database()) END
+        FROM pg_db_role_setting AS d
+        WHERE d.setrole IN (0, current_user::regrole) AND 'default_transaction_read_only=on' = ANY (d.setconfig)
+            AND (d.setdatabase = 0 OR d.setdatabase = (SELECT b.oid FROM pg_database AS b WHERE b.datname = current_database()))
+        ORDER BY d.setrole = 0, d.setdatabase = 0
+        LIMIT 1), 'SYSTEM')) AS read_only_by,
     current_user::text AS role,
     extract(epoch FROM clock_timestamp())::float8 AS now,
     pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS sees_sessions,
@@ -15,6 +24,25 @@ SELECT
     (SELECT (count(*) + 1) / 2 FROM pg_stat_get_activity(NULL) AS a
         WHERE a.application_name = 'replicad positions'
             AND a.datid = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()))::integer AS daemons
+
+-- name: doctor_may
+-- Whether this role may run a remedy, and the role that may. $1 text: who, a name of replicad.remedies.Who. $2 text: of what: a
+-- table, a process id or the name of a prepared transaction. $3 text: replicad's schema.
+WITH target AS (
+    SELECT CASE $1::text
+        WHEN 'KEEPER' THEN (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = $3::text)
+        WHEN 'OWNER' THEN (SELECT c.relowner FROM pg_class AS c WHERE c.oid = to_regclass($2::text))
+        WHEN 'SESSION' THEN (SELECT a.usesysid FROM pg_stat_get_activity(NULL) AS a WHERE a.pid::text = $2::text)
+        WHEN 'PREPARER' THEN (SELECT r.oid FROM pg_prepared_xacts AS p JOIN pg_roles AS r ON r.rolname = p.owner
+            WHERE p.gid = $2::text)
+    END AS role
+)
+SELECT r.rolname::text AS role,
+    me.rolsuper OR coalesce(pg_has_role(me.oid, r.oid, 'USAGE'), false)
+        OR ($1::text = 'SESSION' AND pg_has_role(me.oid, 'pg_signal_backend', 'USAGE') AND NOT coalesce(r.rolsuper, false)) AS may
+FROM target AS t
+JOIN pg_roles AS me ON me.rolname = current_user
+LEFT JOIN pg_roles AS r ON r.oid = t.role
 
 -- name: doctor_sequences
 -- How far each stream's sequence is used up: its last value, and the highest that it, or a reservation, can give. `hidden`:

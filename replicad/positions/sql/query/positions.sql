@@ -10,7 +10,8 @@ SELECT
 -- name: horizon_inspect
 -- What the watched tables and sequences are like: when a watch begins, after a reconnection, and every few seconds.
 -- $1 oid[]: tables. $2 oid[]: sequences. One row for each that exists. `readable`: we may read the sequence, or some
--- column of the table; `feeds`: the sum of the oids of the column defaults that draw from the sequence; `reachable`: we may use its schema. Reads catalogs only, so that no lock on a watched table or
+-- column of the table; `owner`: its owner, if that is
+-- no superuser; `feeds`: the sum of the oids of the column defaults that draw from the sequence; `reachable`: we may use its schema. Reads catalogs only, so that no lock on a watched table or
 -- sequence makes it wait.
 SELECT
     c.oid,
@@ -27,7 +28,8 @@ SELECT
         ELSE has_any_column_privilege(c.oid, 'SELECT') END AS readable,
     has_schema_privilege(n.oid, 'USAGE') AS reachable,
     quote_ident(n.nspname) AS schema,
-    quote_ident(current_user) AS role
+    quote_ident(current_user) AS role,
+    (SELECT quote_ident(r.rolname) FROM pg_roles AS r WHERE r.oid = c.relowner AND NOT r.rolsuper) AS owner
 FROM pg_class AS c
 JOIN pg_namespace AS n ON n.oid = c.relnamespace
 LEFT JOIN pg_sequence AS s ON s.seqrelid = c.oid

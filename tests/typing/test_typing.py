@@ -1,6 +1,6 @@
 """What mypy --strict makes of users' programs: the exact types of events and answers, and an error for each misuse.
 
-The programs on the pages are checked too: README.md by mypy, and the imports of all pages by importing.
+The programs on the pages are checked too: those of `CHECKED` by mypy, and the imports of all pages by importing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.conftest import PATIENCE
 ROOT = Path(__file__).parents[2]
 SAMPLE = Path(__file__).parent / "sample.py"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CHECKED = [ROOT / "README.md", ROOT / "docs/streams.md", ROOT / "docs/tubes.md"]
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "api.md")]
 
 
@@ -27,18 +28,23 @@ def blocks(page: Path) -> list[str]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
+def programs() -> list[str]:
+    """The programs that mypy checks."""
+    return [text for page in CHECKED for text in blocks(page)]
+
+
 @pytest.fixture(scope="module")
 def verdict(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What mypy says of the sample and of the programs of the README.
+    """What mypy says of the sample and of the programs of the pages for users.
 
     It runs in a process of its own: in ours it would raise the limit of recursion for all tests that follow. The cache
     of the project's own run makes this take a second or two.
     """
-    folder = tmp_path_factory.mktemp("readme")
-    found = blocks(ROOT / "README.md")
-    assert len(found) >= 3
+    folder = tmp_path_factory.mktemp("pages")
+    found = programs()
+    assert len(found) >= 5
     for number, text in enumerate(found):
-        (folder / f"readme_{number}.py").write_text(text, encoding="utf-8")
+        (folder / f"page_{number}.py").write_text(text, encoding="utf-8")
     options = ["--strict", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
     command = [sys.executable, "-m", "mypy", *options, str(SAMPLE), *map(str, sorted(folder.iterdir()))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * PATIENCE, check=False)
@@ -60,9 +66,9 @@ def test_a_users_program_has_exact_types_in_both_clients(verdict: str) -> None:
 
 
 @pytest.mark.xdist_group("mypy")
-def test_the_programs_of_the_readme_have_no_error_of_types(verdict: str) -> None:
-    assert "readme_" not in verdict
-    checked = len(blocks(ROOT / "README.md")) + 1
+def test_the_programs_of_the_pages_have_no_error_of_types(verdict: str) -> None:
+    assert "page_" not in verdict
+    checked = len(programs()) + 1
     assert re.search(rf"^Found \d+ errors in 1 file \(checked {checked} source files\)$", verdict, re.M), verdict
 
 

@@ -21,6 +21,7 @@ import trio
 
 from replicad.client.attempts import CLEAN
 from replicad.client.refusals import may_pass
+from replicad.client.sharing import Quota
 from replicad.client.trio_client import TrioClient, when_ready
 from replicad.errors import LeaseHeld, LeaseLost, ReplicadError
 from replicad.eventlog import get_logger
@@ -63,10 +64,11 @@ class ClaimConnection:
     """The connection on which the partitions of a worker claim their leases, one after another (`turn`).
 
     A lease counts from the moment at which CLAIM is sent, so the time in which a claim waits for its turn must not
-    count.
+    count. `quota`: how many leases the worker may hold.
     """
 
     client: TrioClient
+    quota: Quota
     turn: trio.Lock = field(default_factory=trio.Lock)
 
 
@@ -86,26 +88,27 @@ class Holding:
         self.due = 0.0
         self.scope = trio.CancelScope()
 
-    async def claim(self, claims: ClaimConnection, wait: float, past: Past | None) -> None:
-        """Get the lease and a deadline that is not near. `past`: the lease before, which is given back first.
+    async def claim(self, claims: ClaimConnection, wait: float, answered: Callable[[], None]) -> None:
+        """Get the lease and a deadline that is not near. `answered` is called when another worker has it.
 
-        While another worker has it, the daemon sends READY when it is free; it is asked again every `wait` seconds as
-        well.
+        Then the daemon sends READY when it is free; it is asked again every `wait` seconds as well.
 
         Raises:
             ReplicadError: the daemon's refusal but for LeaseHeld, or ConnectionLost.
             LeaseLost: RENEW takes longer than the lease lives.
         """
-        if past is not None:
-            await trio.sleep_until(past.until)
-            await give_back(claims.client, self._tube, self._part, past)
         while True:
+            await claims.quota.wait_free()
             ready = trio.Event()
             when_ready(claims.client, self._tube, self._part, ready.set)
             try:
                 async with claims.turn:
+                    if not claims.quota.free:  # other partitions were claimed meanwhile
+                        continue
                     await self._ask(claims.client, wait)
+                    claims.quota.take()
             except LeaseHeld:
+                answered()
                 with trio.move_on_after(wait):
                     await ready.wait()
             else:
@@ -113,7 +116,7 @@ class Holding:
 
     async def _ask(self, client: TrioClient, wait: float) -> None:
         self._asked = trio.current_time()
-        holder = f"{word_of(client)}!{self._key}"
+        holder = holder_word(client, self._key)
         lease = await client.claim(self._tube, self._part, ttl=self._ttl, wait=wait, holder=holder, ready=True)
         self.term, self.generation = lease.term, lease.generation
         if trio.current_time() >= self._asked + self._ttl / RENEWALS:  # when in this time it was given is unknown
@@ -150,6 +153,11 @@ class Holding:
         self.scope.cancel()
 
     @property
+    def lost(self) -> bool:
+        """Whether the daemon refused the term."""
+        return self._lost is not None
+
+    @property
     def failure(self) -> ReplicadError:
         """The reason why the lease is over."""
         return self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
@@ -169,6 +177,11 @@ class Holding:
 def word_of(client: TrioClient) -> str:
     """The client's name as one word of a command."""
     return "_".join(client._target.us.name.split())
+
+
+def holder_word(client: TrioClient, key: str) -> str:
+    """The holder of the leases of a process, by its key."""
+    return f"{word_of(client)}!{key}"
 
 
 def new_key() -> str:

@@ -44,6 +44,7 @@ from replicad.tubes.commands import (
     Park,
     Parked,
     Part,
+    PartitionShare,
     Pods,
     Release,
     Renew,
@@ -584,6 +585,15 @@ class ClientRequests:
     def tables_of(self, tube: str, shards: Sequence[int]) -> WholeRequest[dict[int, TouchedTable]]:
         """Of which table the ids of these shards are, at most MAX_TABLES. Shards without one table are left out."""
         return _one(TablesOf(tube, tuple(shards)), TablesFound, lambda answer: _tables(answer.tables))
+
+    @asked
+    def share(self, tube: str, *, holder: str, ttl: float, ready: bool = False) -> WholeRequest[PartitionShare]:
+        """Say that a worker is alive which divides the partitions of a tube with others, for `ttl` seconds (0: it
+        ends). The answer says how many it should hold. `holder`: as of its leases.
+
+        `ready`: the daemon sends READY when a lease of the tube is over (see `trio_client.when_ready`).
+        """
+        return _one(PartitionShare(tube, ttl, holder, ready), PartitionShare, lambda answer: answer)
 
     @asked
     def report(self, tube: str, reporter: str, counts: Mapping[str, object]) -> WholeRequest[None]:

@@ -292,9 +292,9 @@ class TrioClient(ClientRequests):
         return self._link
 
 
-def when_ready(client: TrioClient, tube: str, part: Part, call: Callable[[], None]) -> None:
-    """Call `call` once, when the daemon sends READY for the partition or the connection ends.
+def when_ready(client: TrioClient, tube: str, part: Part | None, call: Callable[[], None]) -> None:
+    """Call `call` once, when the daemon sends READY for the partition (None: any) or the connection ends.
 
-    Call this before you send CLAIM or PODS with `ready=1`. READY can arrive before the answer.
+    Call this before you send CLAIM, PODS or SHARE with `ready=1`. READY can arrive before the answer.
     """
     client._ready_calls.when(tube, part, call)

@@ -29,16 +29,18 @@ _READY = re.compile(rb"^READY (\S{1,200}) ([0-9]{1,5})/([0-9]{1,5})\r?$", re.MUL
 
 
 class ReadyCalls:
-    """The calls of one client at READY lines of the daemon, at most one for each partition. No connection, no clock.
+    """The calls of one client at READY lines of the daemon. No connection, no clock.
+
+    There is at most one for each partition, and one for any partition of a tube.
 
     Each call is made once. All calls are made when the connection ends, because no READY comes on it any more.
     """
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[str, Part], Callable[[], None]] = {}
+        self._calls: dict[tuple[str, Part | None], Callable[[], None]] = {}
 
-    def when(self, tube: str, part: Part, call: Callable[[], None]) -> None:
-        """Call `call` at the next READY for the partition, in place of the call that was set before."""
+    def when(self, tube: str, part: Part | None, call: Callable[[], None]) -> None:
+        """Call `call` at the next READY for the partition (None: any), in place of the call that was set before."""
         self._calls[tube, part] = call
 
     def look_at(self, block: bytes) -> None:
@@ -46,14 +48,16 @@ class ReadyCalls:
         if b"READY " not in block:  # as almost always
             return
         for found in _READY.finditer(block):
-            self._call((found[1].decode(errors="replace"), Part(int(found[2]), int(found[3]))))
+            tube = found[1].decode(errors="replace")
+            self._call((tube, Part(int(found[2]), int(found[3]))))
+            self._call((tube, None))
 
     def call_all(self) -> None:
         """The connection has ended."""
         for place in list(self._calls):
             self._call(place)
 
-    def _call(self, place: tuple[str, Part]) -> None:
+    def _call(self, place: tuple[str, Part | None]) -> None:
         call = self._calls.pop(place, None)
         if call is not None:
             call()

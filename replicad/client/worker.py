@@ -28,6 +28,7 @@ from replicad.client.leases import (
     OpenClient,
     Past,
     give_back,
+    holder_word,
     new_key,
     note_end,
     word_of,
@@ -35,6 +36,7 @@ from replicad.client.leases import (
 from replicad.client.ledger import FRUITLESS_STEPS, ROW_BYTES, Ledger, StaleIds, Touch, collect
 from replicad.client.refusals import may_pass
 from replicad.client.requests import Pod, garbage_before
+from replicad.client.sharing import PartitionSharing, Quota
 from replicad.client.triage import Triage, Trial
 from replicad.client.trio_client import TrioClient, when_ready
 from replicad.client.worker_history import OnFork, WorkerHistory
@@ -183,6 +185,8 @@ class Partition:
         self._tables_until = 0.0  # when the names of tables are asked for again
         self._early: set[int] = set()  # seqs above the cursor that were read and not acked
         self._left_early = False  # the last read asked for none above the position: too many were read
+        self._calls = 0  # of the user's functions that are under way, or were cancelled and may still take effect
+        self._giving_back = False
         self._one_by_one = 0  # pods to read alone, because a read of several has failed
         self._failed_reads = 0  # of the next pod
         self._stirred = trio.Event()  # set when a batch has ended, or pods have come; then replaced
@@ -199,16 +203,32 @@ class Partition:
         self._lease = Holding(work.tube, part, work.key, work.settings.lease_ttl)
 
     async def run(self, backoff: Backoff) -> None:
-        """Claim the lease and work until it is lost.
+        """Claim the lease and work until it was given back.
 
         Raises:
-            ReplicadError: the daemon's refusal (LeaseHeld, LeaseLost, PartitionsChanged), or ConnectionLost.
+            ReplicadError: it is lost, or was not given: the daemon's refusal (LeaseLost, PartitionsChanged), or
+                ConnectionLost.
         """
-        lease = self._lease
+        lease, held = self._lease, False
+        await self._end_past()
         try:
-            await lease.claim(self._claims, self._settings.poll, self._work_for.past.get(self.part))
-            backoff.reset()
-            self._work_for.ledgers.append(self._ledger)
+            try:
+                await lease.claim(self._claims, self._settings.poll, backoff.reset)
+                held = True
+                backoff.reset()
+                await self._hold(lease)
+            finally:
+                if lease.term:
+                    self._work_for.past[self.part] = lease.past(busy=self._calls > 0)
+            await self._end_past()
+        finally:
+            if held:
+                self._claims.quota.give()
+
+    async def _hold(self, lease: Holding) -> None:
+        """Work under the lease until it is to be given back. Raises ReplicadError if it is lost."""
+        self._work_for.ledgers.append(self._ledger)
+        try:
             with lease.scope, self._keeper.keeping(lease):
                 async with open_plain_nursery() as nursery:
                     nursery.start_soon(lease.watch)
@@ -216,19 +236,51 @@ class Partition:
                     await self._attempts.begin(lease.term)
                     self._set_care()
                     await self._work(nursery)
+                    nursery.cancel_scope.cancel()
         finally:
-            if self._ledger in self._work_for.ledgers:
-                self._work_for.ledgers.remove(self._ledger)
-            if lease.term:
-                self._work_for.past[self.part] = lease.past(busy=self._ledger.busy > 0)
-        raise lease.failure
+            self._work_for.ledgers.remove(self._ledger)
+        if lease.scope.cancelled_caught or lease.lost:
+            raise lease.failure
+
+    async def _end_past(self) -> None:
+        """Give back the lease before, if this process may still hold it. Raises ReplicadError."""
+        if (past := self._work_for.past.get(self.part)) is not None:
+            await trio.sleep_until(past.until)
+            await give_back(self._claims.client, self._tube, self.part, past)
+            del self._work_for.past[self.part]
+
+    @property
+    def held(self) -> bool:
+        """Whether its lease is held."""
+        return self._ledger in self._work_for.ledgers
+
+    @property
+    def giving_back(self) -> bool:
+        """Whether its lease is about to be given back."""
+        return self._giving_back
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """What would be lost if it were given back: its calls have to be waited for, and its pods read again."""
+        return self._calls, self._ledger.memory
+
+    def give_back(self) -> None:
+        """Begin no more calls, and give the lease back when the present calls have ended."""
+        self._giving_back = True
+        self._stirred.set()
 
     async def _work(self, nursery: trio.Nursery) -> None:
+        """Work until the lease is to be given back and no call is under way."""
         nursery.start_soon(self._call_control, nursery)
         nursery.start_soon(self._park_failed)
         while True:
             self._stirred = trio.Event()
             await self._ack()
+            if self._giving_back:
+                if not self._calls:
+                    return
+                await self._stirred.wait()
+                continue
             if (end := self._ends.pop(self._ledger.oldest or 0, None)) is not None:
                 nursery.start_soon(self._collect, *end)
             await self._begin_calls(nursery)
@@ -452,7 +504,7 @@ class Partition:
 
     async def _stale_ids(self, pod: Pod, shard: int, before: int, limit: int) -> Sequence[Key]:
         assert self._work_for.stale_ids is not None
-        async with self._call_about(pod):
+        async with self._call_about(pod), self._counted():
             return await self._work_for.stale_ids(shard, before, limit)
 
     async def _wait_processed(self) -> None:
@@ -487,7 +539,8 @@ class Partition:
 
     async def _attempt(self, function: Callable[[T], Awaitable[None]], what: T) -> Exception | None:
         """Call a function of the user; returns the error if it failed. A call that hangs has failed."""
-        error = await self._work_for.calls.call(partial(function, what), self._settings.call_timeout)
+        async with self._counted():
+            error = await self._work_for.calls.call(partial(function, what), self._settings.call_timeout)
         if error is None:
             return None
         self._counts.failed_calls += 1
@@ -498,6 +551,26 @@ class Partition:
             ids = len(what.touches) if isinstance(what, Batch) else 0
             self._log.warning("batch_failed", ids=ids, error=repr(error), failed_calls=self._counts.failed_calls)
         return error
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        """A call of a function of the user during the block. It does not begin if the lease is about to be given back.
+
+        A call that was cancelled stays counted.
+        """
+        if self._giving_back:
+            await trio.sleep_forever()  # until the present calls have ended
+        self._calls += 1
+        try:
+            yield
+        except Exception:
+            self._end_call()
+            raise
+        self._end_call()
+
+    def _end_call(self) -> None:
+        self._calls -= 1
+        self._stirred.set()
 
     def _tries_of(self, error: Exception) -> int:
         """For how many tries a failure counts. Each call that does not return costs a thread, so two are enough."""
@@ -606,6 +679,7 @@ class Worker:
         self._only = None if partitions is None else frozenset(partitions)
         history = WorkerHistory(tube, on_fork)
         self._work = Work(open_client, tube, handle, control, stale_ids, settings or WorkerSettings(), history)
+        self._at_work: list[Partition] = []
 
     @property
     def statistics(self) -> WorkerStatistics:
@@ -650,16 +724,20 @@ class Worker:
         async with AsyncExitStack() as stack:
             count = min(CONNECTIONS, len(parts))
             clients = [await stack.enter_async_context(work.open_client()) for _ in range(count)]
-            claims = ClaimConnection(await stack.enter_async_context(work.open_client()))
+            quota = Quota(float("inf") if self._only is not None else 0)
+            claims = ClaimConnection(await stack.enter_async_context(work.open_client()), quota)
             async with open_plain_nursery() as nursery:
                 work.calls.begin(nursery)
                 nursery.start_soon(self._report)
                 nursery.start_soon(keeper.run)
-                if WHOLE in parts:
-                    nursery.start_soon(self._notice_partitions, claims.client, changed)
                 for part in parts:
                     made = partial(Partition, work, clients[part.partition % count], claims, keeper, part)
-                    nursery.start_soon(self._note_failure, made, changed, failures)
+                    nursery.start_soon(self._note_failure, partial(self._keep_working, made), changed, failures)
+                if self._only is None:
+                    share = partial(self._share, claims, len(parts))
+                    nursery.start_soon(self._note_failure, share, changed, failures)
+                elif WHOLE in parts:
+                    nursery.start_soon(self._notice_partitions, claims.client, changed)
                 await changed.wait()
         if failures:
             raise_as_it_was(failures[0])
@@ -678,14 +756,26 @@ class Worker:
                 log.info("partitions_not_asked", tube=self._work.tube, code=error.code, error=str(error))
 
     async def _note_failure(
-        self, made: Callable[[], Partition], changed: trio.Event, failures: list[Exception]
+        self, task: Callable[[], Awaitable[None]], changed: trio.Event, failures: list[Exception]
     ) -> None:
-        """Work on a partition. The first failure ends the worker, and `run` raises it."""
+        """Run a task that ends when the number of partitions changes. A failure ends the worker: `run` raises it."""
         try:
-            await self._keep_working(made, changed)
+            await task()
         except Exception as error:  # noqa: BLE001 - raised by `run`
             failures.append(error)
-            changed.set()
+        changed.set()
+
+    async def _share(self, claims: ClaimConnection, partitions: int) -> None:
+        """Divide the partitions with other workers until their number changes."""
+        work = self._work
+        sharing = PartitionSharing(work.tube, claims.quota, work.settings.lease_ttl, self._give_one)
+        await sharing.follow(claims.client, holder_word(claims.client, work.key), partitions)
+
+    def _give_one(self) -> None:
+        """Give a partition back, unless one is being given back: the one with the least to wait for."""
+        held = [partition for partition in self._at_work if partition.held]
+        if held and not any(partition.giving_back for partition in self._at_work):
+            min(held, key=lambda partition: partition.load).give_back()
 
     def _note_blocked(self) -> None:
         self.statistics.blocked_loops += 1
@@ -733,12 +823,13 @@ class Worker:
 
         A cancelled call may still take effect: the lease of a partition where there was one expires instead.
         """
-        now = trio.current_time()
-        if self._work.past:
-            with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
-                async with self._work.open_client() as client:
-                    for part, past in self._work.past.items():
-                        await (give_back if past.until <= now else note_end)(client, self._work.tube, part, past)
+        work, now = self._work, trio.current_time()
+        with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
+            async with work.open_client() as client:
+                if self._only is None:  # first: others ask for their share when a lease is over
+                    await client.share(work.tube, holder=holder_word(client, work.key), ttl=0)
+                for part, past in work.past.items():
+                    await (give_back if past.until <= now else note_end)(client, work.tube, part, past)
 
     async def _ask_for_partitions(self) -> int:
         backoff = Backoff(first=0.2, cap=10.0)
@@ -752,15 +843,16 @@ class Worker:
                 log.info("tube_unknown_yet", tube=self._work.tube, code=error.code, error=str(error))
             await trio.sleep(backoff.next_delay())
 
-    async def _keep_working(self, made: Callable[[], Partition], changed: trio.Event) -> None:
+    async def _keep_working(self, made: Callable[[], Partition]) -> None:
         """Work on a partition until the number of partitions changes; begin again after lost leases and connections."""
         backoff = Backoff(first=0.2, cap=10.0)
         while True:
+            partition = made()
+            self._at_work.append(partition)
             try:
-                partition = made()
                 await partition.run(backoff)
+                continue  # it was given back
             except PartitionsChanged:
-                changed.set()
                 return
             except (ReplicadError, ExceptionGroup) as failure:
                 error = _first(failure)
@@ -774,6 +866,8 @@ class Worker:
                     code=error.code,
                     error=str(error),
                 )
+            finally:
+                self._at_work.remove(partition)
             await trio.sleep(backoff.next_delay())
 
 

@@ -270,7 +270,7 @@ class Pods(Command):
 
 @command("READY", Side.SERVER)
 class Ready(Command):
-    """READY: the last CLAIM or PODS of this partition with `ready=1` should be sent again: it may succeed now.
+    """READY: the last CLAIM, PODS or SHARE of this partition with `ready=1` should be sent again: it may succeed now.
 
     It answers no request, and may come at any time, also before the answer to the request that asked for it.
     """
@@ -367,6 +367,26 @@ class Attempt(Command):
     part: Part = word(_PARTITION, PART)
     term: int = word("term", INTEGER)
     note: str = text("{...}", _NOTE, empty=True, default="")
+
+
+@command("SHARE", Side.BOTH, verb="work", on="tube", answer="SHARE")
+class PartitionShare(Command):
+    """SHARE: a worker that divides the partitions of a tube with others is alive for `ttl` seconds; its share.
+
+    `holder`: as in CLAIM. `ttl=0`: it ends. `ready=1`: READY is sent for `0/1` when a lease of the tube is over, within
+    `ttl`. The answer: the tube has so many `partitions`, this worker should hold at most `most` of them, nobody holds
+    `free`, and `workers` divide them. SHARE gives no right to a partition: it is claimed as always, and given back with
+    RELEASE.
+    """
+
+    tube: str = word("tube")
+    ttl: float | None = option("seconds", SECONDS, default=None)
+    holder: str | None = option("word", default=None)
+    ready: bool = option("1", FLAG, default=False)
+    partitions: int | None = option("partitions", SMALL, default=None)
+    most: int | None = option("partitions", SMALL, default=None)
+    free: int | None = option("partitions", SMALL, default=None)
+    workers: int | None = option("workers", SMALL, default=None)
 
 
 @command("REPORT", Side.BOTH, verb="report", on="tube", answer="REPORT")

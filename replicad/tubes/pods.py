@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import structlog
@@ -27,7 +28,7 @@ from replicad.errors import DatabaseError, LeaseLost
 from replicad.postgres.bridge import Database, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Cursor
-from replicad.tubes.commands import CursorAt, Part
+from replicad.tubes.commands import CursorAt, Part, PartitionShare
 from replicad.tubes.keys import BIGINT, Key
 
 MOST_BYTES = 4 << 20  # that wait for a reader, and a line; beyond it the COPY is cancelled, and continued later
@@ -317,6 +318,17 @@ class PodBook:
         return {
             str(row["shard"]): {"table": row["tbl"], "key": row["key"], "attached": row["attached"]} for row in rows
         }
+
+    async def share(self, tube: str, worker: str, ttl: float, expired: Sequence[int]) -> PartitionShare:
+        """Note that a worker is alive for `ttl` seconds; how many partitions it should hold. Raises UnknownTube,
+        TubeRefused.
+
+        `worker`: the stored holder of its leases. `expired`: the beats of the tube's expired leases.
+        """
+        found = await call_row(
+            self._db, self._schema, "tube_worker_beat", tube, worker, timedelta(seconds=ttl), list(expired)
+        )
+        return PartitionShare(tube, **dict(found))
 
     async def report(self, tube: str, reporter: str, counts: str) -> None:
         """Store the counts of a reader, a JSON object. Raises UnknownTube."""

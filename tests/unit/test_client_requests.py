@@ -109,7 +109,7 @@ claim = c.Claim("t", HALF, ttl=30.0, wait=20.0)
 
 def test_every_request_of_a_client_that_is_about_tubes_has_an_answer() -> None:
     asked = {kind for kind in COMMANDS.values() if kind.SENDER & Side.CLIENT and "tube" in kind.FORM.usage.split()}
-    assert len(asked) == 11
+    assert len(asked) == 13
     assert all(COMMANDS[kind.ANSWER].SENDER & Side.SERVER for kind in asked)
 
 

@@ -152,6 +152,13 @@ CASES = [
     Case("ATTEMPT cities 1/4 812", S, c.Attempt("cities", Part(1, 4), 812)),
     Case("TABLES cities 1,2", C, c.TablesOf("cities", (1, 2))),
     Case('TABLED cities {"1":{"table":"public.x"}}', S, c.TablesFound("cities", '{"1":{"table":"public.x"}}')),
+    Case("SHARE cities ttl=30 holder=w!k ready=1", C, c.PartitionShare("cities", 30.0, "w!k", True)),
+    Case("SHARE cities ttl=0", C, c.PartitionShare("cities", 0.0)),
+    Case(
+        "SHARE cities partitions=12 most=4 free=0 workers=3",
+        S,
+        c.PartitionShare("cities", partitions=12, most=4, free=0, workers=3),
+    ),
     Case('REPORT cities copy {"batch": 3, "lag": 0.5}', C, c.Report("cities", "copy", '{"batch": 3, "lag": 0.5}')),
     Case("REPORT cities copy", S, c.Report("cities", "copy")),
     Case("SEEN cities 7c1fd2a90b31ef02 812", C, c.Seen("cities", "7c1fd2a90b31ef02", 812)),

@@ -40,10 +40,10 @@ class Ownership:
         self._has_ended = trio.Event()
         self._clients: dict[tuple[str, int], str] = {}  # (tube, term): the stored holder
 
-    def holder(self, session: Session, command: Claim) -> LeaseHolder:
-        """The holder that the CLAIM of a client means."""
+    def holder(self, session: Session, given: str | None) -> LeaseHolder:
+        """The holder that the CLAIM of a client means. `given`: `NAME` or `NAME!KEY`, if it gives one."""
         connection = f"{self._daemon}.{session.number}"
-        return holder_of(command.holder or session.identity, session.access.name, connection)
+        return holder_of(given or session.identity, session.access.name, connection)
 
     async def claim(
         self, session: Session, command: Claim, holder: LeaseHolder, ttl: float, expired: Callable[[str], Sequence[int]]

@@ -37,6 +37,7 @@ from replicad.tubes.commands import (
     Lease,
     Park,
     Parked,
+    PartitionShare,
     Pods,
     Release,
     Renew,
@@ -85,8 +86,11 @@ class LeaseClaims:
         claim_waiters: ClaimWaiters,
         readiness: Readiness,
         limits: Limits,
+        *,
         partitions: Callable[[str], int | None],
+        pods: PodBook,
     ) -> None:
+        self._pods = pods
         self._ownership = ownership
         self._claim_waiters = claim_waiters
         self._readiness = readiness
@@ -100,15 +104,28 @@ class LeaseClaims:
             LeaseHeld: another holder has the lease; raised at once with `ready`, otherwise at the end of the wait.
             TubeRefused, UnknownTube, PartitionsChanged: the lease cannot be given.
         """
-        limits = self._limits
-        ttl = limits.lease_ttl if command.ttl is None else command.ttl
-        if not 0 < ttl <= LEASE_TTL_MAX:
-            raise TubeRefused(f"ttl={ttl:g} is out of range; this server gives leases of up to {LEASE_TTL_MAX:g} s")
-        holder = self._ownership.holder(peer, command)
+        ttl = self._ttl(command.ttl)
+        if not ttl:
+            raise TubeRefused("ttl=0 is out of range: a lease lasts for a while; give it back with RELEASE")
+        holder = self._ownership.holder(peer, command.holder)
         claiming = _Claiming(peer, command, holder, ttl, trio.current_time() + wait)
         if not wait:
             return await self._ask(claiming)
         return await (self._claim_or_want if command.ready else self._claim_or_wait)(claiming)
+
+    async def share(self, peer: Session, command: PartitionShare) -> PartitionShare:
+        """The answer to a SHARE. Raises TubeRefused, UnknownTube."""
+        tube, ttl = command.tube, self._ttl(command.ttl)
+        worker = self._ownership.holder(peer, command.holder)
+        if command.ready:  # first: a lease may end while the share is counted
+            self._readiness.want_share(peer, tube, worker, trio.current_time() + ttl)
+        return await self._pods.share(tube, worker.stored, ttl, self._claim_waiters.expired(tube))
+
+    def _ttl(self, asked: float | None) -> float:
+        ttl = self._limits.lease_ttl if asked is None else asked
+        if not 0 <= ttl <= LEASE_TTL_MAX:
+            raise TubeRefused(f"ttl={ttl:g} is out of range; this server gives leases of up to {LEASE_TTL_MAX:g} s")
+        return ttl
 
     async def _claim_or_want(self, claiming: _Claiming) -> Lease:
         """The lease, or LeaseHeld; READY follows then."""
@@ -377,7 +394,9 @@ class TubeRequests:
         self._claim_waiters = claim_waiters
         self._ownership = ownership
         self._renewals = renewals
-        self._claims = LeaseClaims(ownership, claim_waiters, readiness, limits, known.partitions)
+        self._claims = LeaseClaims(
+            ownership, claim_waiters, readiness, limits, partitions=known.partitions, pods=books.pods
+        )
         self._reads = PodReads(books, waiters, readiness, renewals, known=known)
         self._history = books.history
 
@@ -393,6 +412,7 @@ class TubeRequests:
             Ack: self._ack,
             Park: self._park,
             Attempt: self._attempt,
+            PartitionShare: self._share,
             Report: self._report,
             TablesOf: self._tables_of,
             Seen: self._seen,
@@ -501,6 +521,10 @@ class TubeRequests:
         await self._known.refuse_broken(command.tube)
         note = await self._pods.attempt(command.tube, command.part, command.term, command.note)
         session.post(Attempt(command.tube, command.part, command.term, note))
+
+    async def _share(self, session: Session, command: PartitionShare) -> None:
+        await self._known.find(command.tube)
+        session.post(await self._claims.share(session, command))
 
     async def _report(self, session: Session, command: Report) -> None:
         await self._known.find(command.tube)

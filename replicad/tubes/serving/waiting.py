@@ -14,7 +14,7 @@ about the partition replaces it. The entry ends when READY was sent, when its ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,10 +48,13 @@ class TubeIntervals:
 
 @dataclass(slots=True, eq=False)
 class ClaimWaiter:
-    """A claim that waits. `wake` is called when the claim should be tried again."""
+    """A claim that waits. `wake` is called when the claim should be tried again.
+
+    `part` None: no claim, but a worker that waits until a lease of the tube is over.
+    """
 
     tube: str
-    part: Part
+    part: Part | None
     holder: LeaseHolder
     wake: Callable[[], None]
 
@@ -66,13 +69,18 @@ class ClaimWaiters:
 
     def note(self, leases: Iterable[LeaseView]) -> None:
         """Store the leases of one reading, and wake the claims whose partition is free."""
-        self._leases, self._expired = {}, {}
+        before, self._leases, self._expired = self._leases, {}, {}
         for lease in leases:
             if lease.expired:
                 self._expired.setdefault(lease.tube, []).append(lease.beat)
             else:
                 self._leases.setdefault(lease.tube, {}).setdefault(lease.partitions, {})[lease.partition] = lease
-        self._wake(self._waiting)
+        over = {tube for tube, parted in before.items() if self._is_one_over(tube, parted)}
+        self._wake(one for one in self._waiting if one.part is not None or one.tube in over)
+
+    def _is_one_over(self, tube: str, before: Mapping[int, Mapping[int, LeaseView]]) -> bool:
+        present = self._leases.get(tube, {})
+        return any(leases.keys() - present.get(partitions, {}).keys() for partitions, leases in before.items())
 
     def forget(self) -> None:
         """The leases cannot be read: wake all claims, whose own statements then show the error."""
@@ -80,13 +88,14 @@ class ClaimWaiters:
 
     def released(self, tube: str, part: Part) -> None:
         """A lease was released through this daemon."""
-        if self._leases.get(tube, {}).get(part.partitions, {}).pop(part.partition, None) is not None:
-            self._wake(claimant for claimant in self._waiting if claimant.tube == tube)
+        was_seen = self._leases.get(tube, {}).get(part.partitions, {}).pop(part.partition, None) is not None
+        self._wake(one for one in self._waiting if one.tube == tube and (was_seen or one.part is None))
 
     def wake(self, tube: str, but: Container[int] = ()) -> None:
         """Wake all claims of a tube, except the claims for a number of partitions in `but`."""
-        for claimant in [one for one in self._waiting if one.tube == tube and one.part.partitions not in but]:
-            claimant.wake()
+        for claimant in [one for one in self._waiting if one.tube == tube]:
+            if claimant.part is None or claimant.part.partitions not in but:
+                claimant.wake()
 
     def expired(self, tube: str) -> list[int]:
         """The beats of the tube's expired leases."""
@@ -124,7 +133,8 @@ class ClaimWaiters:
         self._waiting.discard(claimant)
 
     def _wake(self, claimants: Iterable[ClaimWaiter]) -> None:
-        for claimant in [one for one in claimants if self.taken(one.tube, one.part, one.holder) is None]:
+        free = [one for one in claimants if one.part is None or self.taken(one.tube, one.part, one.holder) is None]
+        for claimant in free:
             claimant.wake()
 
 
@@ -398,7 +408,7 @@ class PodWaiters:
             self._ends[tube] = {part: end for part, end in ends.items() if now < end.until}
 
 
-_Place = tuple[str, Part]
+_Place = tuple[str, Part | None]  # a tube and a partition; None: any lease of the tube
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +446,13 @@ class Readiness:
         self._claim_waiters.add(claimant)
         self._put(peer, (tube, part), _Entry(until, partial(self._claim_waiters.remove, claimant)))
 
-    def drop(self, peer: Session, tube: str, part: Part) -> None:
+    def want_share(self, peer: Session, tube: str, holder: LeaseHolder, until: float) -> None:
+        """Send READY for the whole tube when a lease of it is over."""
+        claimant = ClaimWaiter(tube, None, holder, partial(self._send, peer, tube, None))
+        self._claim_waiters.add(claimant)
+        self._put(peer, (tube, None), _Entry(until, partial(self._claim_waiters.remove, claimant)))
+
+    def drop(self, peer: Session, tube: str, part: Part | None) -> None:
         """Send no READY for this partition; safe to repeat."""
         entry = self._wanted.get(peer.number, {}).pop((tube, part), None)
         if entry is not None:
@@ -460,7 +476,7 @@ class Readiness:
         for entry in self._wanted.pop(number, {}).values():
             entry.end()
 
-    def _send(self, peer: Session, tube: str, part: Part) -> None:
+    def _send(self, peer: Session, tube: str, part: Part | None) -> None:
         self.drop(peer, tube, part)
         if peer.access.may("work", tube):  # the right may have been withdrawn meanwhile
-            peer.post(Ready(tube, part))
+            peer.post(Ready(tube, part or Part(0, 1)))

@@ -111,6 +111,58 @@ BEGIN
 END
 $$;
 
+-- tube_worker_beat(tube, worker, ttl, expired): a worker that divides the partitions of a tube with others is alive for ttl
+-- (0: it ends). Returns how many partitions the tube has, how many of them this worker should hold at most, how many nobody
+-- holds, and the number of such workers. Raises RT001, RT005. Writes tube_worker.
+--   worker   the holder of its leases, as in tube_lease
+--   expired  beats of leases that the caller has found expired: they count as free
+--
+-- What other holders hold (readers of the whole tube, workers with chosen partitions) is not divided. Of the rest each
+-- worker has the same number, or one more: those who hold most now, so that few partitions move. This gives no right and
+-- takes none. A wrong number, after the server's clock has jumped, say, moves leases without need, and they still exclude
+-- each other.
+CREATE OR REPLACE FUNCTION tube_worker_beat(
+    tube text, worker text, ttl interval, expired bigint[],
+    OUT partitions integer, OUT most integer, OUT free integer, OUT workers integer
+)
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_find(tube);
+    present timestamptz := clock_timestamp();
+    most_workers CONSTANT integer := 10000;  -- a tube has at most 32,768 partitions
+BEGIN
+    INSERT INTO tube_worker AS w VALUES (t.tube, worker, present, ttl)
+        ON CONFLICT ON CONSTRAINT tube_worker_pkey DO UPDATE SET seen_at = excluded.seen_at, ttl = excluded.ttl;
+    DELETE FROM tube_worker w WHERE w.ctid = ANY (ARRAY(
+        SELECT x.ctid FROM tube_worker x
+        WHERE x.tube = t.tube
+            AND (present NOT BETWEEN x.seen_at - x.ttl AND x.seen_at + x.ttl OR x.ttl <= '0'::interval)
+        FOR UPDATE SKIP LOCKED));  -- two who report at once do not wait for each other
+    WITH living AS (
+        SELECT w.worker AS name FROM tube_worker w
+        WHERE w.tube = t.tube AND present BETWEEN w.seen_at - w.ttl AND w.seen_at + w.ttl AND w.ttl > '0'::interval
+    ), held AS (
+        SELECT DISTINCT n, l.holder FROM tube_lease l CROSS JOIN LATERAL generate_series(
+            l.partition % gcd(l.partitions, t.partitions), t.partitions - 1, gcd(l.partitions, t.partitions)) AS n
+        WHERE l.tube = t.tube AND l.beat <> ALL (expired)
+    ), counted AS (
+        SELECT name, row_number() OVER (ORDER BY count(n) DESC, name) AS place
+        FROM living LEFT JOIN held ON holder = name GROUP BY name
+    ), divided AS (
+        SELECT t.partitions - (SELECT count(DISTINCT n) FROM held WHERE holder NOT IN (SELECT name FROM living)) AS ours,
+            t.partitions - (SELECT count(DISTINCT n) FROM held) AS free, (SELECT count(*) FROM living) AS among
+    )
+    SELECT t.partitions, coalesce(d.ours / nullif(d.among, 0) + (c.place <= d.ours % nullif(d.among, 0))::integer, 0),
+        d.free, d.among
+        INTO partitions, most, free, workers
+        FROM divided d LEFT JOIN counted c ON c.name = worker;
+    IF workers > most_workers AND ttl > '0'::interval THEN
+        PERFORM tube_refuse('RT005', format('more than %s workers divide the partitions of tube %L', most_workers, tube),
+            'end some of them, or wait until those that were killed are counted no more');
+    END IF;
+END
+$$;
+
 -- tube_report_put(tube, reporter, counts): stores the report of a reader of the tube, in place of its last one. Reports
 -- that are older than a week are deleted, and all but the newest 100. Raises RT001, RT005. Writes tube_report.
 CREATE OR REPLACE FUNCTION tube_report_put(tube text, reporter text, counts jsonb) RETURNS void

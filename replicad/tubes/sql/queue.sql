@@ -193,6 +193,7 @@ BEGIN
     DELETE FROM tube_registry r WHERE r.tube = tube_ensure_absent.tube;
     DELETE FROM tube_shard k WHERE k.tube = tube_ensure_absent.tube;
     DELETE FROM tube_low l WHERE l.tube = tube_ensure_absent.tube;
+    DELETE FROM tube_worker w WHERE w.tube = tube_ensure_absent.tube;
     DELETE FROM tube_trigger_seen s WHERE s.tube = tube_ensure_absent.tube;
     EXECUTE format('DROP FUNCTION IF EXISTS %I()', tube_object_name(tube, '_trigger'));
     EXECUTE format('DROP FUNCTION IF EXISTS %1$I(integer, bigint[], character, jsonb, integer),'

@@ -159,6 +159,18 @@ CREATE TABLE IF NOT EXISTS tube_attempt (
 );
 COMMENT ON TABLE tube_attempt IS 'replicad: what the readers of partitions were doing when they noted it';
 
+-- tube_worker: the workers that divide the partitions of a tube among themselves, each while it is alive. The number of
+-- partitions that each should hold follows from it; the leases say which it holds. Written by tube_worker_beat. There is no
+-- foreign key: a worker must not wait for a session that alters the tube.
+CREATE TABLE IF NOT EXISTS tube_worker (
+    tube text NOT NULL,
+    worker text NOT NULL,                     -- the holder of its leases, as in tube_lease
+    seen_at timestamptz NOT NULL,
+    ttl interval NOT NULL,
+    PRIMARY KEY (tube, worker)
+);
+COMMENT ON TABLE tube_worker IS 'replicad: the living workers that divide the partitions of tubes';
+
 -- tube_trigger_seen: the triggers of each attached table and partition as they were seen last, to notice that they were off or
 -- replaced meanwhile. Written by tube_triggers_check and tube_triggers_note. There is no foreign key: a look must not wait for
 -- a backfill that has locked the attachment.

@@ -227,7 +227,7 @@ BEGIN
             WHEN c.relnamespace = quote_ident(current_schema())::regnamespace AND (
                 c.relname IN (SELECT r.tube FROM tube_registry r) OR c.relname IN ('tube_registry', 'tube_attachment',
                     'tube_lease', 'tube_parked', 'tube_backfill', 'tube_report', 'tube_shard', 'tube_low',
-                    'tube_attempt', 'tube_own_shard', 'tube_version')
+                    'tube_attempt', 'tube_own_shard', 'tube_worker', 'tube_version')
             ) THEN 'it is a table of the tubes themselves'
             WHEN c.relpersistence = 't' THEN 'it is temporary'
             WHEN c.relkind NOT IN ('r', 'p') THEN 'it is no ordinary or partitioned table'

@@ -17,7 +17,7 @@ from replicad.positions.horizon import LockSource, Reading
 from replicad.postgres.bridge import Sink
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
-from replicad.tubes.commands import CursorAt, Lease, Part
+from replicad.tubes.commands import CursorAt, Lease, Part, PartitionShare
 from replicad.tubes.history import TubeGeneration, Unknown
 from replicad.tubes.leases import LeaseHolder, LeaseView
 from replicad.tubes.pods import PodReadBounds, Span, TubeInfo
@@ -180,6 +180,10 @@ class MemoryBooks:
         return {
             str(shard): {"table": "public.cities", "key": ["id"], "attached": True} for shard in shards if shard < 5
         }
+
+    async def share(self, tube: str, worker: str, ttl: float, expired: Sequence[int]) -> PartitionShare:
+        await self._answer("share")
+        return PartitionShare(tube, partitions=1, most=1, free=1, workers=1)
 
     async def report(self, tube: str, reporter: str, counts: str) -> None:
         self.reports[reporter] = counts

@@ -1,7 +1,7 @@
 """The picture of a stream at one moment, and the columns that all views of it show.
 
 Two modules make it: `status.py` from Postgres, for any command, and `serving/service.py` from the memory of the daemon
-that serves the stream. Facts that only the daemon has (readers, journals, counts) are in `feed`.
+that serves the stream. Facts that only the daemon has (readers, journals, counts) are in `served`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from replicad.terminal import holders
 
 if TYPE_CHECKING:
     from replicad.daemon.journal import ChannelStatistics
-    from replicad.streams.serving.feed import Feed
+    from replicad.streams.serving.served_stream import ServedStream
 
 SERVED, WAITING, STARTING, REFUSED = STATES = ("served", "waiting", "starting", "refused")  # in one daemon
 
@@ -38,8 +38,8 @@ class StreamPicture:
 
     From Postgres, `state` is ok or a short code, `lag_rows` is at most COUNT_LIMIT, `per_writer` has each writer's own
     position, and `published_at` is when `position` moved last. From a daemon, `state` is one of STATES, `lag_rows` is
-    at most MOST, `held_seconds` is how long the position has not moved because of `held_by`, and `feed` serves the
-    stream (None while it is not served).
+    at most MOST, `held_seconds` is how long the position has not moved because of `held_by`, and `served` is
+    the stream in it (None while it is not served).
     """
 
     stream: Stream
@@ -54,7 +54,7 @@ class StreamPicture:
     per_writer: Mapping[str, int] = field(default_factory=dict)
     published_at: datetime | None = None
     held_seconds: float | None = None
-    feed: Feed | None = None
+    served: ServedStream | None = None
 
     @property
     def name(self) -> str:
@@ -86,12 +86,12 @@ def _registered(name: str) -> StateColumn[StreamPicture]:
     return StateColumn(name, StateView.SHOW, lambda one: getattr(one.stream, name))
 
 
-def _served(of: Callable[[Feed], float]) -> Callable[[StreamPicture], float | None]:
+def _served(of: Callable[[ServedStream], float]) -> Callable[[StreamPicture], float | None]:
     """A value that only a daemon that serves the stream has."""
-    return lambda one: None if one.feed is None else of(one.feed)
+    return lambda one: None if one.served is None else of(one.served)
 
 
-def _figure(name: str, text: str, of: Callable[[Feed], float]) -> StateColumn[StreamPicture]:
+def _figure(name: str, text: str, of: Callable[[ServedStream], float]) -> StateColumn[StreamPicture]:
     """A count that is only exported."""
     kind = COUNTER if name.endswith("_total") else GAUGE
     return StateColumn(name, of=_served(of), figure=Family(name, kind, text, _OF))
@@ -102,7 +102,7 @@ def _journal(name: str, text: str, of: Callable[[ChannelStatistics], float]) -> 
     family = Family(name, COUNTER if name.endswith("_total") else GAUGE, text, ("stream", "order"))
 
     def samples(one: StreamPicture) -> Iterable[Sample]:
-        for order, lane in () if one.feed is None else one.feed.lanes.items():
+        for order, lane in () if one.served is None else one.served.lanes.items():
             yield family(of(lane.channel.statistics()), one.name, order)
 
     return StateColumn(name, figure=family, samples=samples)
@@ -184,21 +184,21 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
         StateColumn(
             "writers", _LIST | _SHOW, lambda one: dict(one.stream.writers), text=lambda one: len(one.stream.writers)
         ),
-        _figure("replicad_stream_writers", "Writers with a position of their own.", lambda feed: len(feed.numbers)),
+        _figure("replicad_stream_writers", "Writers with a position of their own.", lambda served: len(served.numbers)),
         StateColumn("per_writer", _SHOW, lambda one: dict(one.per_writer)),
         StateColumn(
             "readers", _STATUS | _CONSOLE,
-            lambda one: 0 if one.feed is None else sum(lane.channel.readers for lane in one.feed.lanes.values()),
+            lambda one: 0 if one.served is None else sum(lane.channel.readers for lane in one.served.lanes.values()),
             label="Readers",
         ),
         _journal("replicad_stream_readers", "Clients that follow the journal.", lambda found: found.readers),
         _figure(
             "replicad_stream_sent_rows_total",
             "Rows given to clients, once for each client: new ones from the journal, and old ones while they catch up.",
-            lambda feed: feed.sent.rows,
+            lambda served: served.sent.rows,
         ),
         StateColumn(
-            "sent_bytes_last_minute", _STATUS | _CONSOLE, _served(lambda feed: feed.sent.bytes_last_minute),
+            "sent_bytes_last_minute", _STATUS | _CONSOLE, _served(lambda served: served.sent.bytes_last_minute),
             label="Bytes sent in the last minute",
             figure=Family(
                 "replicad_stream_sent_bytes_last_minute",
@@ -208,7 +208,7 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
             ),
         ),
         StateColumn(
-            "late_rows", _STATUS, _served(lambda feed: feed.late_rows),
+            "late_rows", _STATUS, _served(lambda served: served.late_rows),
             figure=Family(
                 "replicad_stream_late_rows",
                 GAUGE,
@@ -219,29 +219,29 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
         _figure(
             "replicad_stream_skipped_rows_total",
             "Rows that the audit found at or below a published position and that had not been sent.",
-            lambda feed: feed.tally.skipped,
+            lambda served: served.tally.skipped,
         ),
         _figure(
             "replicad_stream_passed_rows_total",
             "Rows that went into a journal, in each order once, and old rows that were counted on their way to "
             "clients.",
-            lambda feed: feed.tally.rows,
+            lambda served: served.tally.rows,
         ),
         _figure(
             "replicad_stream_audited_rows_total",
             "Passed rows that the audit has compared with the table.",
-            lambda feed: feed.tally.audited_rows,
+            lambda served: served.tally.audited_rows,
         ),
         _figure(
-            "replicad_stream_reading_seconds_total", "Time that reading rows took.", lambda feed: feed.tally.reading
+            "replicad_stream_reading_seconds_total", "Time that reading rows took.", lambda served: served.tally.reading
         ),
         _figure(
-            "replicad_stream_audit_seconds_total", "Time that the audit took.", lambda feed: feed.tally.auditing
+            "replicad_stream_audit_seconds_total", "Time that the audit took.", lambda served: served.tally.auditing
         ),
         _figure(
             "replicad_stream_rewinds_total",
             "How often readers were sent back to a lower position.",
-            lambda feed: feed.rewinds,
+            lambda served: served.rewinds,
         ),
         StateColumn(
             "held_back", _STATUS | _CONSOLE, lambda one: holders.held_back(one.held_by, one.held_seconds, one.name),

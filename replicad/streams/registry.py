@@ -91,10 +91,10 @@ class Stream:
         return any(one is not None and one.endswith(".stream_reader_missing") for one in readers)
 
 
-# Fields that change while a stream is served and that a feed does not depend on. `differences` compares all others.
+# Fields that change while a stream is served and that serving it does not depend on. `differences` compares all others.
 _PASSING = frozenset({"fed", "fault", "denied", "trimmed_upto", "writers", "continues", "noted"})
 
-# Names and how rows become lines: a feed can take over new values between two reads. `proof_key` counts from the next
+# Names and how rows become lines: new values can be taken over between two reads. `proof_key` counts from the next
 # watch on; until then the horizon goes on with what it has, which is right with any value.
 RENEWABLE = frozenset(
     {
@@ -103,12 +103,12 @@ RENEWABLE = frozenset(
     }
 )
 
-# What another generation may change: the rows that ids belong to, and where they are. A feed can take it over.
+# What another generation may change: the rows that ids belong to, and where they are. The daemon can take it over.
 GENERATION = frozenset({"epoch", "table_oid", "sequence_oid", "sequence_file", "positions_oid"})
 
 
 def differences(served: Stream, found: Stream) -> frozenset[str]:
-    """The fields that a feed depends on and in which the registry differs from the served stream."""
+    """The fields that serving depends on and in which the registry differs from the served stream."""
     if served is found:
         return frozenset()
     names = (field.name for field in fields(Stream) if field.name not in _PASSING)

@@ -181,7 +181,7 @@ async def test_an_ack_of_the_history_before_a_fork_removes_no_row_of_the_one_aft
             "SELECT replicad.stream_fork(s.number, replicad.stream_epoch(s), 'promoted') FROM replicad.stream s"
         )
         with trio.fail_after(PATIENCE):
-            while daemon.publisher.feeds["events"].lineage.shared_by_all is None:
+            while daemon.publisher.served["events"].lineage.shared_by_all is None:
                 await trio.sleep(0.02)
         await filled.execute("INSERT INTO events (body) SELECT '2' FROM generate_series(1, 30)")
         await reader.until("RDATA events master 130 2")
@@ -211,7 +211,7 @@ async def test_a_fork_leaves_all_rows_before_it_to_readers_that_come_later(
         await early.until("RDATA events master 1 1")
         await early.until("RDATA events master 100 1")
     with trio.fail_after(PATIENCE):
-        while daemon.publisher.feeds["events"].lineage.shared_by_all is None:
+        while daemon.publisher.served["events"].lineage.shared_by_all is None:
             await trio.sleep(0.02)
     for token in ("EARLIEST", "0"):
         async with netcat() as late:

@@ -19,8 +19,8 @@ from replicad.streams.row_pieces import Piece
 from replicad.streams.row_text import RowText
 from replicad.streams.rows import RowSource
 from replicad.streams.serving import audit
-from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
+from replicad.streams.serving.served_stream import ServedStream
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 from tests.integration.conftest import Connect, Netcat
@@ -81,11 +81,11 @@ async def write(events: Database, rows: int) -> None:
 async def settled(daemon: Daemon, rows: int) -> None:
     """Wait until so many rows were compared."""
     with trio.fail_after(PATIENCE):
-        while daemon.publisher.feeds["events"].tally.audited_rows < rows:
+        while daemon.publisher.served["events"].tally.audited_rows < rows:
             await trio.sleep(0.05)
 
 
-def reads_empty(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
+def reads_empty(monkeypatch: pytest.MonkeyPatch, feed: ServedStream) -> None:
     """A read whose snapshot is older than its lock, on a table that was rewritten meanwhile: it has no rows."""
     copied = RowSource.copy_vector
 
@@ -98,20 +98,20 @@ def reads_empty(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
     monkeypatch.setattr(RowSource, "copy_vector", copy)
 
 
-def position_runs_ahead(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
+def position_runs_ahead(monkeypatch: pytest.MonkeyPatch, feed: ServedStream) -> None:
     """A value of the sequence that was never given out here is published as a position."""
-    taken, epoch = Feed.on_reading, feed.stream.epoch
+    taken, epoch = ServedStream.follow, feed.stream.epoch
 
-    def take(self: Feed, reading: Any) -> None:
+    def take(self: ServedStream, reading: Any) -> None:
         if reading.position is not None and self.stream.epoch == epoch:
             reading = replace(reading, position=max(8, reading.position))
         taken(self, reading)
 
-    monkeypatch.setattr(Feed, "on_reading", take)
-    feed.on_reading(feed.reading)
+    monkeypatch.setattr(ServedStream, "follow", take)
+    feed.follow(feed.followed)
 
 
-def rows_are_filtered(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
+def rows_are_filtered(monkeypatch: pytest.MonkeyPatch, feed: ServedStream) -> None:
     """Row security hides rows from what reads them, until it is mended."""
     text = RowText.vector_sql
     copies = Counter[str]()
@@ -128,7 +128,7 @@ def rows_are_filtered(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
     monkeypatch.setattr(RowSource, "_copy_few", never)
 
 
-def lane_drops_a_chunk(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
+def lane_drops_a_chunk(monkeypatch: pytest.MonkeyPatch, feed: ServedStream) -> None:
     """A chunk does not get into the journal."""
     appended = Channel.append
 
@@ -182,7 +182,7 @@ async def test_a_table_that_was_swapped_and_swapped_back_is_no_loss(events: Data
     await settled(daemon, 5)
     await events.execute(UNSTOPPED)
     await events.execute(f"{SWAP}; DELETE FROM events; INSERT INTO events SELECT g FROM generate_series(1, 3) g")
-    feed = daemon.publisher.feeds["events"]
+    feed = daemon.publisher.served["events"]
     before = feed.tally.auditing
     with trio.fail_after(PATIENCE):
         while feed.tally.auditing < before + 0.001:
@@ -196,7 +196,7 @@ async def test_a_table_that_was_swapped_and_swapped_back_is_no_loss(events: Data
 
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_the_audit_alone_finds_a_loss_and_readers_end_complete(
-    loss: Callable[[pytest.MonkeyPatch, Feed], None],
+    loss: Callable[[pytest.MonkeyPatch, ServedStream], None],
     events: Database,
     daemon: Daemon,
     netcat: Connect,
@@ -208,7 +208,7 @@ async def test_the_audit_alone_finds_a_loss_and_readers_end_complete(
         await nc.send("REPLICATE events EARLIEST")
         await plain.send("REPLICATE")
         await reader.read_until(lambda ids: len(ids) == 5)
-        loss(monkeypatch, daemon.publisher.feeds["events"])
+        loss(monkeypatch, daemon.publisher.served["events"])
         await trio.sleep(0.3)
         await write(events, 3)
         await reader.read_until(lambda ids: ids == set(range(1, 9)))
@@ -220,7 +220,7 @@ async def test_the_audit_alone_finds_a_loss_and_readers_end_complete(
     assert "Readers are sent back to token" in why
     lineage = (await registry.load_lineages(events))["events"]
     assert [one.reason for one in lineage.generations] == ["added", "rows_skipped"]
-    assert daemon.publisher.feeds["events"].tally.skipped in {1, 2, 3}
+    assert daemon.publisher.served["events"].tally.skipped in {1, 2, 3}
 
 
 @pytest.mark.parametrize("paces", [QUICK])
@@ -267,7 +267,7 @@ async def test_what_is_skipped_trimmed_removed_changed_or_shares_an_id_is_no_los
         await database.execute("INSERT INTO events (body) SELECT '8' FROM generate_series(1, 300)")
         await settled(daemon, 315)
     assert daemon.troubles.of("stream", "events") == []
-    assert daemon.publisher.feeds["events"].tally.skipped == 0
+    assert daemon.publisher.served["events"].tally.skipped == 0
 
 
 async def test_a_fork_makes_what_was_sent_above_the_shared_position_void(
@@ -282,7 +282,7 @@ async def test_a_fork_makes_what_was_sent_above_the_shared_position_void(
         await write(events, 20)
         await nc.until("RDATA events master 20 .*")
         await settled(daemon, 20)
-    assert daemon.publisher.feeds["events"].tally.skipped == 0
+    assert daemon.publisher.served["events"].tally.skipped == 0
 
 
 @pytest.mark.parametrize("rows", [1, 20_000])
@@ -305,7 +305,7 @@ async def test_rows_that_turn_up_far_below_the_position_are_delivered(
         with trio.fail_after(PATIENCE):
             await reader.read_both(5000, 60_000)
         assert len(reader.ids) == 60_000
-    assert daemon.publisher.feeds["events"].tally.skipped == rows
+    assert daemon.publisher.served["events"].tally.skipped == rows
     assert "Readers are sent back to token 4999" in (daemon.troubles.why("stream", "events") or "")
 
 
@@ -419,7 +419,7 @@ async def test_a_temporary_child_of_another_session_disturbs_nothing(events: Dat
         await write(events, 20)
         await settled(daemon, 20)
         assert daemon.troubles.of("stream", "events") == []
-        assert daemon.publisher.feeds["events"].tally.skipped == 0
+        assert daemon.publisher.served["events"].tally.skipped == 0
 
 
 async def test_rows_are_only_reported_where_the_setting_says_so(start_daemon: Start, database: Database) -> None:

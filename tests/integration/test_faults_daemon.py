@@ -158,7 +158,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_costs_neither_memory_nor
                 await nc.expect(*HELLO)
                 await nc.send("REPLICATE events")
                 await nc.expect("WRITERS .*", "POSITION .*")
-            feed = daemon.publisher.feeds["events"]
+            feed = daemon.publisher.served["events"]
             for batch in range(1, 31):
                 await events.execute(
                     "INSERT INTO events (body) SELECT to_jsonb(repeat('x', 10000)) FROM generate_series(1, 100)"
@@ -180,7 +180,7 @@ async def test_eight_readers_that_never_read_do_not_stop_three_that_do(
             await nc.expect(*HELLO)
             await nc.send("REPLICATE events")
             await nc.expect("WRITERS .*", "POSITION .*")
-        feed = daemon.publisher.feeds["events"]
+        feed = daemon.publisher.served["events"]
         with trio.fail_after(PATIENCE):
             for batch in range(1, 31):  # about 1 MB each: the sockets of those that do not read hold some of them
                 await events.execute(
@@ -339,7 +339,7 @@ async def test_a_slow_stream_does_not_hold_back_another(events: Database, daemon
             await events.execute("INSERT INTO others (n) VALUES (1)")
             await nc.until('RDATA others master 1 {"id":1,"n":1}')
             with trio.fail_after(PATIENCE):
-                while (holder := daemon.publisher.feeds["events"].reading.held_by) is None:
+                while (holder := daemon.publisher.served["events"].followed.held_by) is None:
                     await trio.sleep(0.01)
             assert holder.application_name == "replicad test"
             assert "INSERT INTO events" in (holder.query or "")

@@ -86,7 +86,7 @@ async def test_every_feature_works_where_nobody_is_a_superuser(
             await sender(daemon, ours, writer, url["daemon"])
             assert not daemon.troubles.current()
         async with open_daemon(settings, url["daemon"]) as again:
-            assert set(again.publisher.feeds) == {"watched", "reserved", "published", "facts", "caches", "presence"}
+            assert set(again.publisher.served) == {"watched", "reserved", "published", "facts", "caches", "presence"}
 
 
 async def streams(daemon: Daemon, ours: Database, writer: Database) -> None:

@@ -128,7 +128,7 @@ async def test_a_stream_without_a_writer_answers_with_the_position_of_master(
     await facts.execute("DELETE FROM replicad.stream_writer")
     async with start_daemon() as daemon, AsyncExitStack() as stack:
         await daemon.publisher.find("facts")
-        while not daemon.publisher.feeds["facts"].channel.boundary.positions:
+        while not daemon.publisher.served["facts"].channel.boundary.positions:
             await trio.sleep(0.01)
         for request in ("REPLICATE", "REPLICATE facts", "REPLICATE facts EARLIEST"):
             nc = await stack.enter_async_context(peer(daemon))
@@ -197,7 +197,7 @@ async def retired_can_be(facts: Database) -> None:
 
 async def listed(daemon: Daemon, *names: str) -> None:
     with trio.fail_after(HANG):
-        while daemon.publisher.feeds["facts"].channel.boundary.positions.keys() != set(names):
+        while daemon.publisher.served["facts"].channel.boundary.positions.keys() != set(names):
             await trio.sleep(0.05)
 
 

@@ -298,7 +298,7 @@ async def test_a_row_that_turns_up_below_the_position_is_an_alarm(events: Databa
     """Its id was taken in another transaction than its insert, which only a reservation covers."""
     early = await events.fetch_value("SELECT nextval('events_id_seq')")
     await insert(events, "2")
-    feed = daemon.publisher.feeds["events"]
+    feed = daemon.publisher.served["events"]
     with trio.fail_after(PATIENCE):
         seen = daemon.publisher.audit._seen
         while "events" not in seen or seen["events"].window.upto < 2:

@@ -89,7 +89,7 @@ async def test_a_role_that_reads_a_table_of_a_superuser_under_a_policy_needs_byp
         try:
             await database.execute(f"ALTER ROLE {DAEMON} BYPASSRLS")
             with trio.fail_after(PATIENCE):
-                while "plain" not in daemon.publisher.feeds or daemon.publisher.waiting():
+                while "plain" not in daemon.publisher.served or daemon.publisher.waiting():
                     await trio.sleep(0.05)
             await nc.send("REPLICATE plain EARLIEST")
             await nc.until("RDATA plain master 1 .*")

@@ -280,7 +280,7 @@ async def test_a_stream_that_has_stopped_can_be_removed(risky: Database, daemon:
     await until(nc, STOP)
     await registry.remove(risky, "risky")
     with trio.fail_after(60):
-        while "risky" in daemon.publisher.feeds:
+        while "risky" in daemon.publisher.served:
             await trio.sleep(0.05)
     await put(risky, 7, table="calm")
     await until(nc, "RDATA calm master 1 7")
@@ -290,7 +290,7 @@ async def test_a_renamed_column_is_no_row_to_skip(risky: Database, daemon: Daemo
     await risky.execute("ALTER TABLE risky RENAME n TO m")
     await risky.execute("INSERT INTO risky (m) VALUES (1)")
     with trio.fail_after(60):
-        while not daemon.troubles.of("stream", "risky") and "risky" in daemon.publisher.feeds:
+        while not daemon.troubles.of("stream", "risky") and "risky" in daemon.publisher.served:
             await trio.sleep(0.01)
     assert not [one for one in daemon.troubles.of("stream", "risky") if one.place.cause == "row"]
 

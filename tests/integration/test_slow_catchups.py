@@ -140,7 +140,7 @@ async def test_clients_that_come_back_with_one_token_make_postgres_read_each_row
         await make_stream(database, row="counted(body)")
         await daemon.publisher.find("events")
         with trio.fail_after(PATIENCE):
-            while daemon.publisher.feeds["events"].sent_upto < ROWS:
+            while daemon.publisher.served["events"].sent_upto < ROWS:
                 await trio.sleep(0.05)
         before: Any = await database.fetch_value("SELECT last_value FROM reads")
         async with trio.open_nursery() as nursery:

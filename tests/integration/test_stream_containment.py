@@ -15,7 +15,7 @@ from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, Strea
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.streams import registry, status
-from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.served_stream import ServedStream
 from tests.conftest import psql
 from tests.daemons import Daemon
 
@@ -131,10 +131,10 @@ async def test_caches_are_disabled_while_invalidations_are_written_and_the_other
 async def test_a_feed_that_fails_is_reported_and_made_anew_and_the_others_go_on(
     bystander: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    follow = Feed._follow
+    follow = ServedStream._follow
     fails = 1
 
-    async def failing(self: Feed) -> None:
+    async def failing(self: ServedStream) -> None:
         nonlocal fails
         if self.name == "events" and fails:
             fails -= 1
@@ -142,7 +142,7 @@ async def test_a_feed_that_fails_is_reported_and_made_anew_and_the_others_go_on(
         await follow(self)
 
     async with watching_bystander(daemon, bystander) as check:
-        monkeypatch.setattr(Feed, "_follow", failing)
+        monkeypatch.setattr(ServedStream, "_follow", failing)
         await bystander.execute("INSERT INTO events (body) VALUES ('1')")
         await wait_for(lambda: not fails)
         await check()
@@ -228,7 +228,7 @@ async def test_who_follows_all_streams_is_told_which_do_not_move(
     bystander: Database, daemon: Daemon, netcat: Connect
 ) -> None:
     await bystander.execute("ALTER SEQUENCE events_id_seq CACHE 5")
-    await wait_for(lambda: set(daemon.publisher.feeds) == {"bystander"})
+    await wait_for(lambda: set(daemon.publisher.served) == {"bystander"})
     async with netcat() as nc:
         await nc.expect("SERVER .*")
         await nc.send("REPLICATE")
@@ -264,10 +264,10 @@ async def test_looks_and_finds_at_once_leave_no_stream_watched_twice_or_not_at_a
                 nursery.start_soon(registry.remove, events, "extra")
         else:
             await registry.remove(events, "extra")
-        await wait_for(lambda: "extra" not in publisher.feeds)
+        await wait_for(lambda: "extra" not in publisher.served)
         with pytest.raises(UnknownStream):
             await publisher.find("extra")
-        assert set(publisher.feeds) == {"events"}
+        assert set(publisher.served) == {"events"}
 
 
 async def test_the_publisher_begins_again_after_a_failure_and_streams_are_served(
@@ -286,7 +286,7 @@ async def test_the_publisher_begins_again_after_a_failure_and_streams_are_served
 
     monkeypatch.setattr(publisher, "_note_published", failing)
     await wait_for(lambda: daemon.troubles.why("service", "publisher"))
-    await wait_for(lambda: "events" in publisher.feeds)
+    await wait_for(lambda: "events" in publisher.served)
     async with netcat() as nc:
         await connected(nc, "events")
         await events.execute("INSERT INTO events (body) VALUES ('1')")
@@ -357,7 +357,7 @@ async def test_a_stream_that_the_role_may_not_read_is_reported_from_the_first_lo
             await database.execute(f"GRANT ALL ON denied, denied_id_seq, granted_id_seq TO {plain_role}")
             await follower.until('RDATA granted master 1 {"id":1,"n":1}')
             await wait_for(lambda: not daemon.troubles.of("stream", "granted"))
-            await wait_for(lambda: "denied" in daemon.publisher.feeds and not daemon.troubles.of("stream", "denied"))
+            await wait_for(lambda: "denied" in daemon.publisher.served and not daemon.troubles.of("stream", "denied"))
             await nc.send("REPLICATE denied")
             await nc.until("POSITION denied .*")
 

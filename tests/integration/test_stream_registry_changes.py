@@ -54,7 +54,7 @@ async def test_a_table_that_is_renamed_goes_on_without_loss_or_repeat_on_the_sam
         await subscribe(nc)
         first = await insert(events, "events", "1")
         await nc.expect_exactly(f"RDATA events master {first} 1")
-        feed = daemon.publisher.feeds["events"]
+        feed = daemon.publisher.served["events"]
         await events.execute(change)
         tokens = [await insert(events, table, "2") for _ in range(5)]
         await wait_for(lambda: feed.stream.table in (f"public.{table}", table))
@@ -65,7 +65,7 @@ async def test_a_table_that_is_renamed_goes_on_without_loss_or_repeat_on_the_sam
             assert not line.startswith("ERROR"), line
             got += [line] if line.startswith("RDATA") else []
         assert got == [f"RDATA events master {token} 2" for token in tokens]
-        assert daemon.publisher.feeds["events"] is feed
+        assert daemon.publisher.served["events"] is feed
 
 
 async def test_a_table_that_takes_the_place_of_another_never_has_its_rows_sent(
@@ -75,7 +75,7 @@ async def test_a_table_that_takes_the_place_of_another_never_has_its_rows_sent(
         await subscribe(nc)
         await insert(events, "events", "1")
         await nc.until("RDATA events master 1 1")
-        feed = daemon.publisher.feeds["events"]
+        feed = daemon.publisher.served["events"]
         await events.execute(
             "BEGIN; ALTER TABLE events RENAME TO kept;"
             "CREATE TABLE events (id bigint PRIMARY KEY DEFAULT nextval('events_id_seq'), body jsonb);"
@@ -94,7 +94,7 @@ async def test_a_row_expression_that_is_changed_is_used_from_the_next_look_on(
 ) -> None:
     async with netcat() as nc:
         await subscribe(nc)
-        feed = daemon.publisher.feeds["events"]
+        feed = daemon.publisher.served["events"]
         await events.execute("UPDATE replicad.stream SET row_sql = 'jsonb_build_array(t.body)' WHERE name = 'events'")
         await wait_for(lambda: feed.stream.row == "jsonb_build_array(t.body)")
         token = await insert(events, "events", "1")
@@ -106,10 +106,10 @@ async def test_a_stream_that_gets_another_instance_column_ends_and_begins_anew(
 ) -> None:
     async with netcat() as nc:
         await subscribe(nc)
-        feed = daemon.publisher.feeds["events"]
+        feed = daemon.publisher.served["events"]
         await events.execute("UPDATE replicad.stream SET instance_column = 'instance_name' WHERE name = 'events'")
         await nc.until("ERROR stream_refused: .*was replaced.*instance_column.*served again.*")
-    await wait_for(lambda: daemon.publisher.feeds.get("events") not in (None, feed))
+    await wait_for(lambda: daemon.publisher.served.get("events") not in (None, feed))
 
 
 def dump_and_restore(url: str, folder: Path, between: Callable[[], None]) -> None:
@@ -136,7 +136,7 @@ async def test_a_dump_that_is_restored_over_the_live_database_begins_a_generatio
                 await trio.sleep(0.05)
             while (await registry.published(events))["events"].position < 100:
                 await trio.sleep(0.05)
-        before = daemon.publisher.feeds["events"].stream
+        before = daemon.publisher.served["events"].stream
 
         def more() -> None:
             psql(database_url, "INSERT INTO events (body) SELECT '2' FROM generate_series(1, 50)")
@@ -145,8 +145,8 @@ async def test_a_dump_that_is_restored_over_the_live_database_begins_a_generatio
         # Between two statements of the restore the stream may be missing; then readers are sent away.
         await nc.until("(ERROR stream_refused: .*|POSITION events master 150 100)")
         oid = await events.fetch_value("SELECT 'events'::regclass::oid::bigint")
-        await wait_for(lambda: (f := daemon.publisher.feeds.get("events")) is not None and f.stream.table_oid == oid)
-        feed = daemon.publisher.feeds["events"]
+        await wait_for(lambda: (f := daemon.publisher.served.get("events")) is not None and f.stream.table_oid == oid)
+        feed = daemon.publisher.served["events"]
         assert feed.stream.epoch != before.epoch, "tokens of before may mean other rows"
         assert feed.lineage.shared(before.epoch) == Vector(100), "what was noted when the dump was made"
         await later.expect("SERVER .*")

@@ -20,7 +20,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from replicad.streams import registry, status
-from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.served_stream import ServedStream
 from tests.commands import replicad
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon
@@ -181,10 +181,10 @@ async def test_a_frozen_stream_shows_what_was_published_and_a_lag_and_the_reason
         while (await status.show(db, "events")).position != 1:
             await trio.sleep(0.1)
 
-    async def failing(self: Feed) -> None:
+    async def failing(self: ServedStream) -> None:
         raise DatabaseError("the disk of the server is full")
 
-    monkeypatch.setattr(Feed, "_follow", failing)
+    monkeypatch.setattr(ServedStream, "_follow", failing)
     await db.execute("INSERT INTO events DEFAULT VALUES")
     with trio.fail_after(HANG):
         while (found := await status.show(db, "events")).state == "ok":

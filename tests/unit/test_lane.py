@@ -49,7 +49,13 @@ def lane_of(copier: FakeCopier, *writers: str, limits: JournalLimits | None = No
     made: Any = copier
     positions = dict.fromkeys(writers or ("master",), 0)
     lane = Lane(
-        "s", made, positions, limits=limits or JournalLimits(), troubles=troubles, writers=lambda _, __: b"", epoch="g"
+        "s",
+        made,
+        positions,
+        limits=limits or JournalLimits(),
+        troubles=troubles,
+        writers_of=lambda _, __: b"",
+        epoch="g",
     )
     return lane, troubles
 

@@ -27,7 +27,7 @@ from replicad.streams.serving.service import AckService
 from tests.daemons import relay_key
 
 FEEDS: Any = {
-    "s": Mock(reading=Mock(position=100), stream=Mock(epoch="e"), lineage=Mock(shared_by_all=60))
+    "s": Mock(followed=Mock(position=100), stream=Mock(epoch="e"), lineage=Mock(shared_by_all=60))
 }  # one stream that stands at 100, and whose history has forked at 60
 FEEDS["s"].name = "s"
 LIMITS = Limits(poll_min=0.05, poll_max=0.05)

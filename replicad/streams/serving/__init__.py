@@ -1,1 +1,1 @@
-"""Streams in the daemon: which are served (`publisher`), how rows reach readers (`feed`, `lane`), who reads them."""
+"""Streams in the daemon: which are served (`publisher`), how rows reach readers (`served_stream`, `lane`)."""

@@ -22,9 +22,10 @@ from replicad.daemon.troubles import Troubles
 from replicad.streams.lineage import Lineage
 from replicad.streams.registry import Method, RetentionChange, Rewound, Stream
 from replicad.streams.row_pieces import segments
-from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
+from replicad.streams.serving.lane import Lane
 from replicad.streams.serving.ranges import HIGHEST, LOWEST, CountedRange, CountedRanges
+from replicad.streams.serving.served_stream import ServedStream
 from replicad.streams.serving.stretches import Run, Stretch, ids_of
 from replicad.streams.serving.windows import MAX_COUNTED, Attached, Look, Window, Windows
 
@@ -99,7 +100,8 @@ class Comparison:
     """
 
     look: Look
-    feed: Feed
+    lineage: Lineage
+    lanes: Mapping[str, Lane]
     stream: Stream
     position: int
     before: LastLook | None
@@ -135,7 +137,7 @@ class Comparison:
         swapped = self.before is not None and self.before.elsewhere != look.elsewhere
         # Where tables were renamed back, the rows of the other table were never the stream's.
         if self.before is not None and not (swapped and look.elsewhere is None):
-            same, before = self.before.same_upto(self.stream, self.feed.lineage), self.before.window
+            same, before = self.before.same_upto(self.stream, self.lineage), self.before.window
             before = before.upto_id(same) if before.after < same <= position else None
             attached = set() if swapped else look.tree.keys() - self.before.tree
             if before is not None or not attached:
@@ -239,7 +241,7 @@ class Comparison:
         """How many rows of each id were sent, by the journal; None if it does not have them any more."""
         if not stretch.rows:
             return Counter()
-        lane = self.feed.lanes.get(str(run.order))
+        lane = self.lanes.get(str(run.order))
         numbers = stretch.chunks if run.one else run.chunks
         if lane is None or numbers is None:
             return None
@@ -282,12 +284,12 @@ class _Wanted:
 
 
 class Audit:
-    """Looks at all feeds in turn. `feeds` is the publisher's mapping, by stream name."""
+    """Looks at all streams in turn. `streams` is the publisher's mapping of the streams that are served, by name."""
 
     def __init__(
         self,
         windows: Windows,
-        feeds: Mapping[str, Feed],
+        streams: Mapping[str, ServedStream],
         troubles: Troubles,
         pace: StreamIntervals = StreamIntervals(),
         *,
@@ -304,7 +306,7 @@ class Audit:
         self._delivered: dict[str, deque[Found]] = {}
         self._windows = windows
         self._pace = pace
-        self._feeds = feeds
+        self._served = streams
         self._troubles = troubles
         self._seen: dict[str, LastLook] = {}
         self._skipped: dict[str, frozenset[int]] = {}  # ids that an operator has taken out of a stream, now or before
@@ -322,11 +324,11 @@ class Audit:
         while True:
             await trio.sleep(self._pace.late_look)
             self._earn()
-            for name in sorted(self._feeds, key=lambda name: self._looked_at.get(name, float("-inf"))):
-                feed = self._feeds.get(name)
-                if feed is not None and max(self._idle_credit, self._credit.get(name, 0.0)) > 0:
+            for name in sorted(self._served, key=lambda name: self._looked_at.get(name, float("-inf"))):
+                served = self._served.get(name)
+                if served is not None and max(self._idle_credit, self._credit.get(name, 0.0)) > 0:
                     with self._troubles.contain("stream", name, "late_rows_look"):
-                        await self.look(name, feed)
+                        await self.look(name, served)
                     await trio.lowlevel.checkpoint()
             self._forget()
 
@@ -335,9 +337,9 @@ class Audit:
         now = trio.current_time()
         idle = IDLE_SHARE * (0.0 if self._idle_at is None else now - self._idle_at)
         self._idle_at, self._idle_credit = now, min(CREDIT, self._idle_credit + idle)
-        for name, feed in self._feeds.items():
-            read = feed.tally.reading - self._reading.get(name, 0.0)
-            self._reading[name] = feed.tally.reading
+        for name, served in self._served.items():
+            read = served.tally.reading - self._reading.get(name, 0.0)
+            self._reading[name] = served.tally.reading
             self._credit[name] = min(CREDIT, self._credit.get(name, 0.0) + max(0.0, read) * SHARE)
 
     def _spend(self, name: str, took: float) -> None:
@@ -347,41 +349,42 @@ class Audit:
         else:
             self._idle_credit = max(-IDLE_SHARE * LONGEST, self._idle_credit - took)
 
-    async def look(self, name: str, feed: Feed) -> None:
+    async def look(self, name: str, served: ServedStream) -> None:
         """Look at one stream; rows that were not sent are logged, counted and shown as a trouble of the stream."""
-        stream = feed.stream
-        if any(lane.epoch != stream.epoch for lane in feed.lanes.values()):
+        stream = served.stream
+        tally, lanes = served.tally, served.lanes  # a stream that is served again has others
+        if any(lane.epoch != stream.epoch for lane in lanes.values()):
             return  # the counts are of the generation before, and the lanes change to the next generation
         began = trio.current_time()
-        taken = feed.tally.take(began - self._pace.audit_after)  # first: all of these rows were committed and sent
-        upto, runs = feed.sent_upto, self._affordable(name, taken)
+        taken = tally.take(began - self._pace.audit_after)  # first: all of these rows were committed and sent
+        upto, runs = served.sent_upto, self._affordable(name, taken)
         skipped = self._skipped[name] = self._skipped.get(name, frozenset()).union(stream.skipped)
         found: Comparison | None = None
         kept: tuple[int | None, int | None] | None = None
         try:
             async with self._windows.looking(stream) as look:
-                found = Comparison(look, feed, stream, upto, self._seen.get(name), skipped)
+                found = Comparison(look, served.lineage, lanes, stream, upto, self._seen.get(name), skipped)
                 await found.compare(runs, self._affords(name) // 2)
                 if look.elsewhere is None and self._is_due(name, found, began):
                     kept = await look.lowest()
         finally:
             took = trio.current_time() - began
-            feed.tally.auditing += took
+            tally.auditing += took
             self._looked_at[name] = began
             self._spend(name, took)
             whole = found is not None and found.look.whole
-            if not whole and stream.epoch == feed.stream.epoch:
-                feed.tally.give_back(taken)
-        if found is None or not whole or stream.epoch != feed.stream.epoch:
+            if not whole and stream.epoch == served.stream.epoch:
+                tally.give_back(taken)
+        if found is None or not whole or stream.epoch != served.stream.epoch:
             return  # nothing is known, or history has forked since
         assert found.seen is not None
         if found.look.elsewhere is not None and (found.late or found.skips):
-            feed.tally.give_back(taken)  # to be compared when it is known which table is meant
-            self._stop(name, feed, found, found.look.elsewhere)
+            tally.give_back(taken)  # to be compared when it is known which table is meant
+            self._stop(name, served, found, found.look.elsewhere)
             return
-        feed.strayed = None
+        served.strayed = None
         self._seen[name] = found.seen
-        feed.tally.audited_rows += sum(run.rows for run in runs)
+        tally.audited_rows += sum(run.rows for run in runs)
         if found.rows > FEWEST:
             self._cost[name] = took / found.rows
         back: int | None = None
@@ -390,7 +393,7 @@ class Audit:
                 self._kept_at[name] = began
                 back = _report_kept(name, await self._keep(stream, kept[0], upto, kept[1]))
         finally:
-            await self._report_all(name, feed, found, back)
+            await self._report_all(name, served, found, back)
 
     def _is_due(self, name: str, found: Comparison, now: float) -> bool:
         """Whether the lowest id is to be noted: each minute, and if rows appeared that may have been removed before."""
@@ -417,33 +420,33 @@ class Audit:
 
     # --- findings ---
 
-    async def _report_all(self, name: str, feed: Feed, found: Comparison, back: int | None) -> None:
+    async def _report_all(self, name: str, served: ServedStream, found: Comparison, back: int | None) -> None:
         """Report the found rows, and deliver them, with the rows above `back`, which have returned."""
         position = found.position
         for late in [*([found_of(found.late)] if found.late else []), *found.counted_late]:
             below = position if found.before is None else found.before.window.upto
             what = f"turned up at or below position {below} of stream {name}"
-            self._report_late(name, feed, late, what)
+            self._report_late(name, served, late, what)
         for table, rows in found.attached:
-            self._report_attached(name, feed, table, rows, position)
+            self._report_attached(name, served, table, rows, position)
         for skips in found.skips:
             what = f"of stream {name} at or below its position {position} were not sent"
-            self._report_late(name, feed, skips, what)
+            self._report_late(name, served, skips, what)
         if back is not None and (found.late or found.counted_late or found.skips) and name in self._wanted:
             self._wanted[name].upto = min(self._wanted[name].upto, back)
-        await self._deliver(name, feed)
+        await self._deliver(name, served)
 
-    async def _deliver(self, name: str, feed: Feed) -> None:
+    async def _deliver(self, name: str, served: ServedStream) -> None:
         """Send readers back to the position before the first row that they were not sent, if that is due."""
         wanted = self._wanted.get(name)
         if wanted is None or self._rewind is None:
             return
-        if wanted.stream.epoch != feed.stream.epoch:
-            shared = feed.lineage.shared(wanted.stream.epoch) or feed.lineage.floor
+        if wanted.stream.epoch != served.stream.epoch:
+            shared = served.lineage.shared(wanted.stream.epoch) or served.lineage.floor
             if shared.minimum <= wanted.upto:  # history has forked since, and readers have got all rows above that
                 del self._wanted[name]
                 return
-        done = await self._rewind(feed.stream, wanted.upto)
+        done = await self._rewind(served.stream, wanted.upto)
         if done.generation is not None:
             del self._wanted[name]
             self._delivered.setdefault(name, deque(maxlen=REMEMBERED)).extend(wanted.found)
@@ -452,7 +455,7 @@ class Audit:
             wanted.waits = True
             log.warning("skipped_rows_wait", stream=name, position=wanted.upto, seconds=round(done.wait, 1))
 
-    def _want(self, name: str, feed: Feed, found: Found) -> str:
+    def _want(self, name: str, served: ServedStream, found: Found) -> str:
         """Have rows delivered, unless they were delivered before; returns the text about that."""
         again = f"Readers that need these rows begin again at token {found.after}"
         if self._rewind is None:
@@ -462,32 +465,32 @@ class Audit:
                 "Readers were sent back to before these rows already, and did not get them: what reads rows for them "
                 f"does not see these. {again}"
             )
-        wanted = self._wanted.setdefault(name, _Wanted(feed.stream, found.after))
+        wanted = self._wanted.setdefault(name, _Wanted(served.stream, found.after))
         wanted.upto = min(wanted.upto, found.after)
         wanted.found.append(found)
         return f"Readers are sent back to token {found.after}, and get all rows above it again"
 
-    def _stop(self, name: str, feed: Feed, found: Comparison, table: str) -> None:
+    def _stop(self, name: str, served: ServedStream, found: Comparison, table: str) -> None:
         """Another table has the name of the stream's table, and rows that were not sent: the stream waits."""
-        if feed.strayed is not None:
+        if served.strayed is not None:
             return
         unsent = [*([found_of(found.late)] if found.late else []), *found.skips]
         rows = sum(one.rows for one in unsent)
-        feed.strayed = (
-            f"{table} is another table than {feed.stream.table}, from which its rows are read, and has {rows:,} "
+        served.strayed = (
+            f"{table} is another table than {served.stream.table}, from which its rows are read, and has {rows:,} "
             f"row{'s' if rows > 1 else ''} at or below its position {found.position} that were not sent, "
             f"{unsent[0].names}; to follow {table}, run: replicad streams alter {shlex.quote(name)} --table "
             f"{shlex.quote(table)}; or rename the tables back"
         )
         ids = list(unsent[0].ids[:SHOWN]) or [unsent[0].after + 1, unsent[0].upto]
-        self._report(name, feed, rows, f"stream {name} waits: {feed.strayed}", ids)
+        self._report(name, served, rows, f"stream {name} waits: {served.strayed}", ids)
 
-    def _report_attached(self, name: str, feed: Feed, table: str, found: Attached, position: int) -> None:
+    def _report_attached(self, name: str, served: ServedStream, table: str, found: Attached, position: int) -> None:
         rows, first, last, _ = found
         many = f"{rows:,}{' or more' if rows == MAX_COUNTED else ''} rows"
         self._report(
             name,
-            feed,
+            served,
             rows,
             f"{table} was attached to the table of stream {name} with {many} at or below its position {position} (ids "
             f"{first} to {last}): readers that are past these ids were not sent the rows, unless they were in another "
@@ -496,19 +499,19 @@ class Audit:
             [first, last],
         )
 
-    def _report_late(self, name: str, feed: Feed, found: Found, what: str) -> None:
+    def _report_late(self, name: str, served: ServedStream, found: Found, what: str) -> None:
         self._report(
             name,
-            feed,
+            served,
             found.rows,
             f"{found.rows:,} row{'s' if found.rows > 1 else ''} {what}, {found.names}: readers that are past these ids "
-            f"were not sent them. {_REMEDY[feed.stream.method]}. {self._want(name, feed, found)}",
+            f"were not sent them. {_REMEDY[served.stream.method]}. {self._want(name, served, found)}",
             list(found.ids[:SHOWN]) or [found.after + 1, found.upto],
         )
 
-    def _report(self, name: str, feed: Feed, rows: int, reason: str, ids: list[int]) -> None:
-        feed.late_rows += rows
-        feed.tally.skipped += rows
+    def _report(self, name: str, served: ServedStream, rows: int, reason: str, ids: list[int]) -> None:
+        served.late_rows += rows
+        served.tally.skipped += rows
         log.error("rows_below_position", stream=name, rows=rows, ids=ids, reason=reason)
         reasons = self._reasons.setdefault(name, deque(maxlen=MAX_REASONS))
         reasons.appendleft(reason)
@@ -527,7 +530,7 @@ class Audit:
             self._wanted,
             self._delivered,
         )
-        for name in self._reading.keys() - self._feeds.keys():
+        for name in self._reading.keys() - self._served.keys():
             del self._reading[name]
             for book in books:
                 book.pop(name, None)

@@ -22,10 +22,10 @@ from replicad.daemon.fairness import Asker, Places
 from replicad.errors import DatabaseError
 from replicad.streams.registry import Stream
 from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, read_piece
-from replicad.streams.serving.feed import Feed
 
 if TYPE_CHECKING:
     from replicad.streams.serving.copying import Copying
+    from replicad.streams.serving.served_stream import ServedStream
 
 OLDEST = 60.0  # seconds after which a piece is read again: rows that came late or were changed are seen then
 UNUSED = 5.0  # seconds after which a piece is dropped that no client uses or is on its way to
@@ -288,7 +288,7 @@ class Catchups:
         self.places = Places(limits.connections)
         self.largest = max(limits.sizes.smallest, min(limits.sizes.largest, limits.cache_bytes // SHARE))
         self._cache = PieceCache(limits.cache_bytes)
-        self._shelves: WeakKeyDictionary[Feed, Shelf] = WeakKeyDictionary()
+        self._shelves: WeakKeyDictionary[ServedStream, Shelf] = WeakKeyDictionary()
         self._readings: dict[Shelf, list[PieceRead]] = {}
         self.under_way: set[Copying] = set()
         self.clients: dict[tuple[int, str], Copying] = {}  # by connection and stream; also reads that wait their turn
@@ -315,15 +315,15 @@ class Catchups:
         """What each client that catches up is sent, by the number of its connection."""
         found: dict[int, list[Following]] = {}
         for (client, stream), one in self.clients.items():
-            left = max(0, one.feed.sent_upto - one.position)
+            left = max(0, one.stream.sent_upto - one.position)
             found.setdefault(client, []).append(Following(stream, None, left))
         return found
 
     def _sweep(self) -> None:
         """Drop the pieces that no client will need."""
         now = trio.current_time()
-        for feed, shelf in self._shelves.items():
-            positions = [one.position for one in self.under_way if one.feed is feed]
+        for served, shelf in self._shelves.items():
+            positions = [one.position for one in self.under_way if one.stream is served]
             if positions:
                 shelf.need_above(min(positions), now)
         self._cache.sweep(now)
@@ -332,29 +332,29 @@ class Catchups:
         """Counts, as one frozen value."""
         return CatchupStatistics(len(self._cache), self._cache.bytes, self.places.waiting, self._reads, self._rows)
 
-    def shelf(self, feed: Feed) -> Shelf:
+    def shelf(self, served: ServedStream) -> Shelf:
         """The shelf of the stream's present state."""
-        shelf = self._shelves.get(feed)
-        if shelf is None or not shelf.is_of(feed.stream, feed.late_rows):
+        shelf = self._shelves.get(served)
+        if shelf is None or not shelf.is_of(served.stream, served.late_rows):
             if shelf is not None:
                 shelf.close()
-            shelf = self._shelves[feed] = Shelf(feed.stream, feed.late_rows, self._cache)
+            shelf = self._shelves[served] = Shelf(served.stream, served.late_rows, self._cache)
         return shelf
 
-    def trimmed(self, feed: Feed, upto: int) -> None:
+    def trimmed(self, served: ServedStream, upto: int) -> None:
         """Rows up to `upto` were trimmed: they are not sent any more."""
-        if feed in self._shelves:
-            self._shelves[feed].trimmed(upto)
+        if served in self._shelves:
+            self._shelves[served].trimmed(upto)
 
     def use(self, piece: Piece) -> None:
         """A client takes a part of the piece now."""
         self._cache.use(piece, trio.current_time())
 
-    def ask(self, asker: Asker, feed: Feed, segment: Segment, after: int, size: int) -> PieceRead | None:
+    def ask(self, asker: Asker, served: ServedStream, segment: Segment, after: int, size: int) -> PieceRead | None:
         """Begin to read what follows `after`, about `size` bytes, if no piece has it; None if a piece has it. The
         caller calls `leave` when it no longer waits for it.
         """
-        shelf, now = self.shelf(feed), trio.current_time()
+        shelf, now = self.shelf(served), trio.current_time()
         if shelf.find(segment, after, now) is not None:
             return None
         readings = self._readings.setdefault(shelf, [])
@@ -372,7 +372,7 @@ class Catchups:
         bounds = PieceBounds(row_limit, min(size, self.largest), blocks)
         reading = PieceRead(asker, shelf, segment, after, upto, bounds, claim, waiting=1)
         readings.append(reading)
-        self._nursery.start_soon(self._read, reading, feed)
+        self._nursery.start_soon(self._read, reading, served)
         return reading
 
     def leave(self, reading: PieceRead) -> None:
@@ -381,15 +381,15 @@ class Catchups:
         if not reading.waiting and not reading.begun:
             reading.scope.cancel()
 
-    async def piece(self, asker: Asker, feed: Feed, segment: Segment, after: int, size: int) -> Piece:
+    async def piece(self, asker: Asker, served: ServedStream, segment: Segment, after: int, size: int) -> Piece:
         """The piece with the rows that follow `after`, from memory or from Postgres.
 
         Raises what `RowSource.copy_range` raises, for the row that follows `after`.
         """
         while True:
-            reading = self.ask(asker, feed, segment, after, size)
+            reading = self.ask(asker, served, segment, after, size)
             if reading is None:
-                piece = self.shelf(feed).find(segment, after, trio.current_time())
+                piece = self.shelf(served).find(segment, after, trio.current_time())
                 assert piece is not None
                 return piece
             try:
@@ -402,20 +402,20 @@ class Catchups:
             if reading.error is not None and reading.after == after:
                 raise _again(reading.error) from reading.error.__cause__
 
-    async def _read(self, reading: PieceRead, feed: Feed) -> None:
+    async def _read(self, reading: PieceRead, served: ServedStream) -> None:
         shelf = reading.shelf
         try:
             with reading.scope:
                 async with self.places.place(reading.asker):
                     reading.begun = True
                     began = trio.current_time()
-                    rows = feed.catchup_rows(shelf.stream)
+                    rows = served.catchup_rows(shelf.stream)
                     piece = await read_piece(rows, reading.segment, reading.after, reading.upto, reading.bounds)
                     piece.read_at = began
                     now = trio.current_time()
                     self._reads += 1
                     self._rows += piece.rows
-                    feed.tally.reading += now - began
+                    served.tally.reading += now - began
                     shelf.learn(reading.segment, piece, now - began)
                     shelf.put(reading.segment, piece, now)
                     self._kept.set()

@@ -15,9 +15,9 @@ from replicad.protocol.states import CloseReason
 from replicad.streams.chunks import Chunk
 from replicad.streams.row_pieces import Piece, Segment, clipped, segments
 from replicad.streams.serving.catchups import Catchups, PieceRead
-from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.lane import LINEAR, Copier, below
 from replicad.streams.serving.sent_positions import LastTokens, position_lines
+from replicad.streams.serving.served_stream import Start
 
 SECONDS = 2.0  # that a client takes for one piece at most, beside many others
 TOGETHER = 256 << 10  # bytes of chunks that are sent at a time
@@ -74,38 +74,36 @@ class Taking:
 
 
 class Copying:
-    """One client on its way to a position. `reached`: what it has of each writer, whatever happened to the last copy.
-
-    `others_after`: the same for writers that are not listed.
+    """One client on its way from a start to a position. `reached`: what it has of each writer, whatever happened to the
+    last copy. `others_after`: the same for writers that are not listed. `epoch`: the generation of both.
     """
 
-    def __init__(
-        self,
-        catchups: Catchups,
-        taking: Takes,
-        feed: Feed,
-        reached: Mapping[str, int],
-        others_after: int,
-        *,
-        linear: bool,
-    ) -> None:
-        self.reached = reached
-        self.others_after = others_after
+    def __init__(self, catchups: Catchups, taking: Takes, start: Start) -> None:
+        self.stream = start.stream
+        self.lane = start.lane
+        self.start = start
         self._catchups = catchups
         self._asker = taking.asker
         self._taking = taking
-        self.feed = feed
-        self.linear = linear
         self._size = catchups.limits.sizes.first
         self._at: int | None = None  # all rows up to this id were sent
+
+    @property
+    def start(self) -> Start:
+        """Where a reader with the rows that were sent would begin."""
+        return Start(self.stream, self.lane, self.reached, self.others_after, self.epoch)
+
+    @start.setter
+    def start(self, start: Start) -> None:
+        self.reached, self.others_after, self.epoch = start.positions, start.others_after, start.epoch
 
     @property
     def position(self) -> int:
         """The client has all rows up to there."""
         return min(self.reached.values(), default=self.others_after) if self._at is None else self._at
 
-    async def copy(self, upto: Mapping[str, int], epoch: str) -> bool:
-        """Send the rows up to `upto`, and the positions. False if generation `epoch` has ended: then less was sent.
+    async def copy(self, upto: Mapping[str, int]) -> bool:
+        """Send the rows up to `upto`, and the positions. False if the generation has ended: then less was sent.
 
         Raises:
             TokenExpired: rows of the range were trimmed.
@@ -113,17 +111,17 @@ class Copying:
         """
         self._catchups.under_way.add(self)
         try:
-            return await self._copy(upto, epoch)
+            return await self._copy(upto)
         finally:
             self._catchups.under_way.discard(self)
 
-    async def _copy(self, upto: Mapping[str, int], epoch: str) -> bool:
-        feed, before = self.feed, self.reached
-        copier = Copier(feed.catchup_rows(feed.stream), linear=self.linear)
-        seen = LastTokens(feed.name, before, one=copier.one_writer)
+    async def _copy(self, upto: Mapping[str, int]) -> bool:
+        stream, before = self.stream, self.reached
+        copier = Copier(stream.catchup_rows(stream.stream), linear=self.lane.linear)
+        seen = LastTokens(stream.name, before, one=copier.one_writer)
         stopped: RowUnreadable | None = None
         try:
-            whole = await self._send_rows(copier, upto, epoch, seen)
+            whole = await self._send_rows(copier, upto, seen)
         except TableReplaced:
             await self._send_positions(before, seen)
             raise
@@ -131,26 +129,26 @@ class Copying:
             async with self._catchups.places.place(self._asker):
                 stopped = await copier.blame(self.reached, upto, error, self.others_after)
             if stopped is None and isinstance(error, RowTooLong):
-                raise DatabaseError(f"a row of {feed.name} changed while it was read") from error
+                raise DatabaseError(f"a row of {stream.name} changed while it was read") from error
             if stopped is None:
                 raise
-            whole = await self._send_rows(copier, below(self.reached, upto, stopped), epoch, seen)
+            whole = await self._send_rows(copier, below(self.reached, upto, stopped), seen)
         await self._send_positions(before, seen)
         if stopped is not None and whole:
             raise stopped
         return whole
 
     async def _send_positions(self, before: Mapping[str, int], seen: LastTokens) -> None:
-        if lines := position_lines(self.feed.name, {**before, **seen.tokens}, self.reached):
-            await self._taking.send(self.feed.name, lines, to_go=0)
+        if lines := position_lines(self.stream.name, {**before, **seen.tokens}, self.reached):
+            await self._taking.send(self.stream.name, lines, to_go=0)
 
-    async def _send_rows(self, copier: Copier, upto: Mapping[str, int], epoch: str, seen: LastTokens) -> bool:
+    async def _send_rows(self, copier: Copier, upto: Mapping[str, int], seen: LastTokens) -> bool:
         """Send the rows up to `upto` and move `reached`, also when it fails. False if the generation has ended."""
         before, others_after = self.reached, self.others_after
         self._at = None
         try:
             for segment in _segments(copier, before, upto, others_after):
-                if not await self._send_segment(segment, epoch, seen):
+                if not await self._send_segment(segment, seen):
                     return False
             self._at = max(upto.values(), default=None)
         finally:
@@ -160,34 +158,34 @@ class Copying:
                 self.others_after = max(others_after, min([at, *upto.values()]))
         return True
 
-    async def _send_segment(self, segment: Segment, epoch: str, seen: LastTokens) -> bool:
-        feed, catchups = self.feed, self._catchups
+    async def _send_segment(self, segment: Segment, seen: LastTokens) -> bool:
+        stream, catchups = self.stream, self._catchups
         at = self._at = segment.after
         ahead: PieceRead | None = None
         try:
             while at < segment.upto:
-                if feed.stream.epoch != epoch:
+                if stream.stream.epoch != self.epoch:
                     return False
-                piece = await catchups.piece(self._asker, feed, segment, at, self._size)
+                piece = await catchups.piece(self._asker, stream, segment, at, self._size)
                 if ahead is not None:
                     catchups.leave(ahead)
                     ahead = None
                 if self._size > catchups.limits.sizes.smallest and piece.upto < segment.upto:
-                    ahead = catchups.ask(self._asker, feed, segment, piece.upto, self._size)
-                at = self._at = await self._send_piece(piece, segment, at, epoch, seen)
+                    ahead = catchups.ask(self._asker, stream, segment, piece.upto, self._size)
+                at = self._at = await self._send_piece(piece, segment, at, seen)
         finally:
             if ahead is not None:
                 catchups.leave(ahead)
         return True
 
-    async def _send_piece(self, piece: Piece, segment: Segment, after: int, epoch: str, seen: LastTokens) -> int:
+    async def _send_piece(self, piece: Piece, segment: Segment, after: int, seen: LastTokens) -> int:
         """Send the rows of a piece that are wanted; returns up to where. Less than all if it is dropped meanwhile.
 
-        `epoch`: the generation in which the piece was asked for. In a later one it says nothing about the rows that
-        were sent, so it is not counted for the audit.
+        Where another generation has begun, it says nothing about the rows that were sent, so it is not counted for the
+        audit.
         """
         began, begin = trio.current_time(), after
-        counted = self.feed.tally.affords(piece.size)
+        counted = self.stream.tally.affords(piece.size)
         sent, rows, most = 0, 0, min(TOGETHER, self._size)
         chunks, size = list[Chunk](), 0
         for chunk in piece.lines(after, segment.upto):
@@ -202,10 +200,10 @@ class Copying:
             after = await self._send_chunks(piece, chunks, seen)
             sent += size
         if sent:
-            self.feed.sent.add_piece(piece, sent)
-        if counted and not piece.dropped and self.feed.stream.epoch == epoch:
+            self.stream.sent.add_piece(piece, sent)
+        if counted and not piece.dropped and self.stream.stream.epoch == self.epoch:
             part = clipped(segment, begin, min(piece.upto, segment.upto))
-            self.feed.tally.add_piece(self, part, rows, trio.current_time())
+            self.stream.tally.add_piece(self, part, rows, trio.current_time())
         if piece.dropped:  # memory is short: the rest is read again
             self._size = max(self._catchups.limits.sizes.smallest, min(sent, self._size // 2))
         elif sent:
@@ -216,8 +214,8 @@ class Copying:
 
     async def _send_chunks(self, piece: Piece, chunks: Sequence[Chunk], seen: LastTokens) -> int:
         """Send chunks with nothing in between; returns the last id."""
-        to_go = max(0, self.feed.sent_upto - self.position)
-        await self._taking.send(self.feed.name, *(chunk.data for chunk in chunks), to_go=to_go)
+        to_go = max(0, self.stream.sent_upto - self.position)
+        await self._taking.send(self.stream.name, *(chunk.data for chunk in chunks), to_go=to_go)
         for chunk in chunks:
             seen.see(chunk)
         self._catchups.use(piece)

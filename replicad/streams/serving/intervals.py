@@ -15,7 +15,7 @@ class StreamIntervals:
     look_pause: float = 0.1  # at least, between two looks that troubles cause
     last_note: float = 10.0  # at most, for noting the published positions when the daemon ends
     first_reading: float = 2.0  # to wait for the first position of a stream; only an open transaction takes longer
-    stall_grace: float = 1.5  # before a failing feed counts as an obstacle; a look or a retry may mend it sooner
+    stall_grace: float = 1.5  # before a failing stream counts as an obstacle; a look or a retry may mend it sooner
     follow_retry: float = 0.2  # before a position that could not be taken over is tried again
     copy_retry: float = 0.2  # before a copy that failed is tried again; doubles up to `longest_copy_retry`
     longest_copy_retry: float = 5.0

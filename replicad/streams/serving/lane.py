@@ -2,7 +2,8 @@
 
 The order is either per writer (each writer's rows as soon as that writer's position allows) or linear (all rows in
 ascending order). A lane copies rows, sends POSITION for positions that moved without rows, and sets the journal's
-boundary when both are sent. No row is touched in Python. `feed` decides the target and which writers are listed.
+boundary when both are sent. No row is touched in Python. `ServedStream` decides the target and which writers
+are listed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from replicad.streams.chunks import Chunk, Enough
 from replicad.streams.row_text import Range
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.serving.sent_counts import SentCounts
+from replicad.streams.serving.measures import SentCounts
 from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines, set_lines
 from replicad.streams.serving.stretches import Tally, spans_of
 from replicad.streams.store import TableRows
@@ -103,21 +104,22 @@ class Lane:
         *,
         limits: JournalLimits,
         troubles: Troubles,
-        writers: Callable[[str, Iterable[str]], bytes],
+        writers_of: Callable[[str, Iterable[str]], bytes],
         epoch: str,
         pace: StreamIntervals = StreamIntervals(),
         tally: Tally | None = None,
         sent: SentCounts | None = None,
     ) -> None:
-        """`writers(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`.
+        """`writers_of(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`.
         `tally`: where the rows that were sent are counted for the audit; `sent`: where they are counted for figures.
         """
         self.channel = Channel(stream, positions, limits)
         self.epoch = epoch  # the generation that was sent to readers last
+        self.linear = copier.linear
         self._stream = stream
         self._copier = copier
         self._pace = pace
-        self._writers = writers
+        self.writers_of = writers_of
         self._troubles = troubles
         self._order = LINEAR_ORDER if copier.linear else PER_WRITER
         order = " (linear)" if copier.linear else ""  # both lanes of a stream can fail, independently
@@ -159,6 +161,11 @@ class Lane:
     async def wait_epoch_sent(self, epoch: str) -> None:
         """Wait until this generation has been sent to readers."""
         while self.epoch != epoch:
+            await self.channel.wait_sealed()
+
+    async def wait_beyond(self, epoch: str) -> None:
+        """Wait until a later generation has been sent to readers, or the journal has ended."""
+        while self.epoch == epoch and self.channel.ended is None:
             await self.channel.wait_sealed()
 
     def change_writers(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
@@ -379,7 +386,7 @@ class Lane:
         if names:
             listed = {**sent, **dict.fromkeys(names, lowest)}
             whole = len(listed) <= WRITERS_ON_LINE
-            await self.channel.append(self._writers(self.epoch, listed if whole else names), extended=True)
+            await self.channel.append(self.writers_of(self.epoch, listed if whole else names), extended=True)
             before = {name: min(self._left.pop(name, lowest), lowest) for name in names}
             lines = position_lines(self._stream, before, dict.fromkeys(names, lowest), all_of_them=True)
             await self.channel.append(lines)
@@ -400,7 +407,7 @@ class Lane:
         """Remove writers from the list: send the whole set, and a POSITION after it."""
         sent = self.channel.boundary.positions
         listed = {name: at for name, at in sent.items() if name not in leaving}
-        await self.channel.append(set_lines(self._stream, self._writers(self.epoch, listed), listed), extended=True)
+        await self.channel.append(set_lines(self._stream, self.writers_of(self.epoch, listed), listed), extended=True)
         self._left |= {name: sent[name] for name in leaving}
         if self._copied is not None:
             self._copied = {name: at for name, at in self._copied.items() if name in listed}
@@ -422,6 +429,6 @@ class Lane:
         if lines := position_lines(self._stream, {**sent, **left}, {**kept, **{name: shared(name) for name in left}}):
             await self.channel.append(lines)
         again = position_lines(self._stream, kept, kept, all_of_them=True)
-        await self.channel.append(self._writers(epoch, () if LINEAR in sent else sent) + again, extended=True)
+        await self.channel.append(self.writers_of(epoch, () if LINEAR in sent else sent) + again, extended=True)
         self.epoch = epoch
         self.channel.seal(kept)

@@ -16,17 +16,14 @@ import trio
 from replicad.daemon.fairness import Asker
 from replicad.daemon.inside import PageRequest, RowPage
 from replicad.daemon.joined import Joined
-from replicad.errors import RowUnreadable, StreamRefused, TableReplaced
+from replicad.errors import RowUnreadable
 from replicad.protocol.tokens import Vector
 from replicad.streams.chunks import HEAD, line_token
-from replicad.streams.commands import Replicate
 from replicad.streams.registry import Stream
-from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.copying import Copying
-from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
-from replicad.streams.serving.starts import Starts
+from replicad.streams.serving.served_stream import ServedStream
 
 PAGE_BYTES = 512 << 10  # lines of a page; the rows of one id are never divided, whatever their size
 FRESH = 1.0  # seconds for which a closed page is given to others without a look at Postgres
@@ -48,13 +45,13 @@ class _Building:
     state: tuple[Stream, int] | None = None  # of the stream; a page of another generation or row expression is void
     waiting: int = 0  # tasks
 
-    def valid(self, feed: Feed, arrived: float) -> RowPage | None:
+    def valid(self, stream: ServedStream, arrived: float) -> RowPage | None:
         """The page for a request that came at `arrived`, if its build began later, or the page does not change."""
         if self.page is None or self.state is None:
             return None
         lasts = FRESH if self.page.closed and self.page.named else 0.0
-        stream, late_rows = self.state
-        same = stream is feed.stream and late_rows == feed.late_rows
+        registered, late_rows = self.state
+        same = registered is stream.stream and late_rows == stream.late_rows
         return self.page if same and arrived <= self.began + lasts else None
 
 
@@ -118,38 +115,36 @@ def roundest(low: int, high: int) -> int:
 class RowPages:
     """The pages of all streams of one daemon."""
 
-    def __init__(self, publisher: Publisher, catchups: Catchups, pace: StreamIntervals) -> None:
+    def __init__(self, publisher: Publisher, pace: StreamIntervals) -> None:
         self._publisher = publisher
-        self._catchups = catchups
         self._pace = pace
-        self._starts = Starts(publisher, catchups, pace)
         self._kept: OrderedDict[Hashable, _Building] = OrderedDict()
         self._bytes = 0
 
     async def page(self, wanted: PageRequest) -> RowPage:
         """`Pages.page`."""
         access = wanted.access
-        feed = await self._publisher.find(wanted.stream, access.lists if access.limited else lambda _: True)
-        key = (feed.name, wanted.token, wanted.limit)
+        stream = await self._publisher.find(wanted.stream, access.lists if access.limited else lambda _: True)
+        key = (stream.name, wanted.token, wanted.limit)
         building = self._kept.get(key)
         if building is None:
             building = self._kept[key] = _Building(Joined(self._renewed))
         self._kept.move_to_end(key)
         building.waiting += 1
         try:
-            page = building.valid(feed, trio.current_time())
-            return await building.built(key, building, feed, wanted) if page is None else page
+            page = building.valid(stream, trio.current_time())
+            return await building.built(key, building, stream, wanted) if page is None else page
         finally:
             building.waiting -= 1
             self._forget(key, building)
 
-    async def _renewed(self, key: Hashable, building: _Building, feed: Feed, wanted: PageRequest) -> RowPage:
+    async def _renewed(self, key: Hashable, building: _Building, stream: ServedStream, wanted: PageRequest) -> RowPage:
         """The page, built now unless the stored page is still valid."""
-        page = building.valid(feed, trio.current_time())
+        page = building.valid(stream, trio.current_time())
         if page is None:
             self._put(key, building, None)
-            building.state, building.began = (feed.stream, feed.late_rows), trio.current_time()
-            page = await self._build(feed, wanted)
+            building.state, building.began = (stream.stream, stream.late_rows), trio.current_time()
+            page = await self._build(stream, wanted)
             self._put(key, building, page)
         return page
 
@@ -167,39 +162,29 @@ class RowPages:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= _weight(oldest.page)
 
-    async def _build(self, feed: Feed, wanted: PageRequest) -> RowPage:
-        began = trio.current_time()
-        while True:
-            try:
-                async with wanted.access.catching_up():
-                    page = await self._read(feed, wanted)
-            except TableReplaced as error:  # seen before the registry was looked at
-                if trio.current_time() >= began + self._pace.ahead:
-                    raise StreamRefused(f"stream {feed.name} cannot be served now: {error}") from error
-                await self._publisher.look_at(feed.name)
-                await trio.sleep(self._pace.look_pause)
-                feed = await self._publisher.find(feed.name)
-            else:
-                if page is not None:
-                    return page
-                with trio.move_on_after(self._pace.ahead):
-                    await feed.wait_epoch_sent(feed.channel)
+    async def _build(self, stream: ServedStream, wanted: PageRequest) -> RowPage:
+        async def read(stream: ServedStream) -> RowPage | None:
+            async with wanted.access.catching_up():
+                return await self._read(stream, wanted)
 
-    async def _read(self, feed: Feed, wanted: PageRequest) -> RowPage | None:
+        while True:
+            page = await self._publisher.use(stream.name, lambda _: True, read)
+            if page is not None:
+                return page
+            with trio.move_on_after(self._pace.ahead):
+                await stream.lane(linear=False).wait_epoch_sent(stream.stream.epoch)
+
+    async def _read(self, stream: ServedStream, wanted: PageRequest) -> RowPage | None:
         """The page; None if another generation has begun meanwhile."""
-        channel = feed.channel
-        command = Replicate(feed.name, wanted.token)
         token = None if wanted.token == "EARLIEST" else Vector.parse(wanted.token)  # noqa: S105 - no secret
-        start, others_after = await self._starts.in_present(feed, command, channel, wanted.asker)
-        epoch = feed.epoch(channel)
-        assert others_after is not None
-        begin = others_after if token is None else token.minimum
-        upto = max(begin, feed.sent_upto)
+        start = await stream.begin(wanted.token, wanted.asker, linear=False)
+        begin = start.others_after if token is None else token.minimum
+        upto = max(begin, stream.sent_upto)
         taken = _Ids(wanted.asker, wanted.limit)
-        copying = Copying(self._catchups, taken, feed, start, others_after, linear=False)
+        copying = Copying(self._publisher.catchups, taken, start)
         closed, stopped = False, None
         try:
-            if not await copying.copy({name: max(at, upto) for name, at in start.items()}, epoch):
+            if not await copying.copy({name: max(at, upto) for name, at in start.positions.items()}):
                 return None
         except _Full:
             closed, upto = True, taken.close()
@@ -207,13 +192,16 @@ class RowPages:
             if not taken.ids:
                 raise
             stopped, upto = error, taken.ids[-1]
-        if feed.epoch(channel) != epoch:
+        if start.lane.epoch != start.epoch:
             return None
-        if not taken.ids and stopped is None and channel.held is not None and upto == feed.sent_upto:
+        channel = start.lane.channel
+        if not taken.ids and stopped is None and channel.held is not None and upto == stream.sent_upto:
             raise channel.held.copy()
         ahead: Mapping[int, int] = {} if token is None else token.ahead
         lines = tuple(line for lines in taken.lines for line in lines)
-        return RowPage(lines, str(Vector(upto, ahead, epoch)), closed, token is not None and token.epoch is not None)
+        return RowPage(
+            lines, str(Vector(upto, ahead, start.epoch)), closed, token is not None and token.epoch is not None
+        )
 
 
 def _weight(page: RowPage | None) -> int:

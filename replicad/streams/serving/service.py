@@ -22,11 +22,10 @@ from replicad.streams.picture import COLUMNS, REFUSED, SERVED, STARTING, WAITING
 from replicad.streams.queries import Impatient
 from replicad.streams.registry import row_source
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
-from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import REGISTRY, Publisher
 from replicad.streams.serving.row_pages import RowPages
-from replicad.streams.serving.served_stream import KIND, Serving
+from replicad.streams.serving.served_stream import KIND, ServedStream
 from replicad.streams.serving.subscriptions import Subscriptions
 from replicad.streams.serving.trouble_book import TroubleBook
 from replicad.streams.serving.windows import Windows
@@ -49,13 +48,13 @@ class AckService:
     def __init__(
         self,
         notes: PostgresNotes,
-        feeds: Mapping[str, Feed],
+        served: Mapping[str, ServedStream],
         troubles: Troubles,
         pace: StreamIntervals = StreamIntervals(),
     ) -> None:
-        """`feeds` are the streams that are served now, by name."""
+        """`served`: the streams that are served now, by name."""
         self._notes = notes
-        self._feeds = feeds
+        self._served = served
         self._pace = pace
         self._troubles = troubles
         self._waiting: dict[tuple[str, str], ReaderAck] = {}
@@ -88,28 +87,28 @@ class AckService:
             StreamRefused: the stream that it names is not served.
             TokenAhead: the token lies beyond the stream's position, or beyond what counts from this connection.
         """
-        feed = self._feeds.get(self.stream_of(command, following) or "")
-        if feed is None:
+        stream = self._served.get(self.stream_of(command, following) or "")
+        if stream is None:
             if command.stream is not None:
                 raise self.refused(command.stream)
             return False
-        position = feed.reading.position
+        position = stream.followed.position
         if position is None or command.token > position:
             raise TokenAhead(
-                f"FEDERATION_ACK {command.token} is ahead of stream {feed.name}, whose position is {position}"
+                f"FEDERATION_ACK {command.token} is ahead of stream {stream.name}, whose position is {position}"
             )
-        shared = feed.lineage.shared_by_all
-        if shared is not None and command.token > shared and not reads(feed.name):
+        shared = stream.lineage.shared_by_all
+        if shared is not None and command.token > shared and not reads(stream.name):
             raise TokenAhead(
-                f"FEDERATION_ACK {command.token} is ahead of {shared}, where the history of stream {feed.name} forked; "
-                "send it again on a connection that follows the stream"
+                f"FEDERATION_ACK {command.token} is ahead of {shared}, where the history of stream {stream.name} "
+                "forked; send it again on a connection that follows the stream"
             )
-        key = (feed.name, command.instance)
+        key = (stream.name, command.instance)
         known = self._waiting.get(key)
         if known is None and len(self._waiting) >= MAX_WAITING:
             raise StreamRefused(f"the acks of {MAX_WAITING} senders wait for Postgres already; send it again later")
-        if known is None or known.epoch != feed.stream.epoch or known.token < command.token:
-            self._waiting[key] = ReaderAck(feed.name, feed.stream.epoch, command.instance, command.token)
+        if known is None or known.epoch != stream.stream.epoch or known.token < command.token:
+            self._waiting[key] = ReaderAck(stream.name, stream.stream.epoch, command.instance, command.token)
             self._came.set()
         return True
 
@@ -173,8 +172,8 @@ class StreamFigures:
         """`Source.samples`."""
         for name in list(self._publisher.faulty):
             yield from state_samples(name, REFUSED)
-        for serving in list(self._publisher.servings.values()):
-            yield from COLUMNS.samples(self.picture(serving))
+        for stream in list(self._publisher.streams.values()):
+            yield from COLUMNS.samples(self.picture(stream))
         found = self._catchups.statistics()
         yield CATCHUPS(len(self._catchups.under_way))
         yield CATCHUPS_WAITING(found.waiting)
@@ -183,31 +182,31 @@ class StreamFigures:
         yield CATCHUP_CACHE(found.bytes)
         yield CATCHUP_CACHE_LIMIT(self._catchups.limits.cache_bytes)
 
-    def picture(self, serving: Serving) -> StreamPicture:
+    def picture(self, stream: ServedStream) -> StreamPicture:
         """The picture of one stream, from memory."""
-        now, reading, published = trio.current_time(), serving.reading, serving.published
+        now, reading, published = trio.current_time(), stream.reading, stream.published
         return StreamPicture(
-            stream=serving.stream,
-            state=self.state(serving),
-            problem=self._publisher.why_not_served(serving),
+            stream=stream.stream,
+            state=self.state(stream),
+            problem=self._publisher.why_not_served(stream),
             position=published,
             horizon=None if reading is None else reading.position,
             last_value=None if reading is None else reading.last_value,
-            lag_rows=self._waiting_rows(serving),
-            lag_seconds=serving.lag.seconds(published, now),
+            lag_rows=self._waiting_rows(stream),
+            lag_seconds=stream.lag.seconds(published, now),
             held_by=None if reading is None else reading.held_by,
-            held_seconds=serving.lag.held_seconds(now),
-            feed=serving.feed,
+            held_seconds=stream.lag.held_seconds(now),
+            served=stream if stream.is_served else None,
         )
 
-    def state(self, serving: Serving) -> str:
+    def state(self, stream: ServedStream) -> str:
         """One of STATES."""
-        if serving.feed is not None:
-            return SERVED if self._publisher.why_not_served(serving) is None else WAITING
-        return STARTING if serving.obstacle is None else REFUSED
+        if stream.is_served:
+            return SERVED if self._publisher.why_not_served(stream) is None else WAITING
+        return STARTING if stream.obstacle is None else REFUSED
 
-    def _waiting_rows(self, serving: Serving) -> int | None:
-        return 0 if _is_at_the_end(serving) else self._rows.get(serving.name)
+    def _waiting_rows(self, stream: ServedStream) -> int | None:
+        return 0 if _is_at_the_end(stream) else self._rows.get(stream.name)
 
     def obstacles(self) -> Iterable[Obstacle]:
         """`Source.obstacles`."""
@@ -219,17 +218,17 @@ class StreamFigures:
             yield Obstacle("service", REGISTRY, f"the registry of streams: {self._publisher.registry_fault}")
         for name, why in self._publisher.faulty.items():
             yield Obstacle(KIND, name, f"stream {name} cannot be served: {why}")
-        for name, serving in self._publisher.servings.items():
-            reason = self._publisher.why_not_served(serving)
+        for name, stream in self._publisher.streams.items():
+            reason = self._publisher.why_not_served(stream)
             if reason is not None:
-                yield Obstacle(KIND, name, f"stream {name} is {self.state(serving)}: {reason}")
+                yield Obstacle(KIND, name, f"stream {name} is {self.state(stream)}: {reason}")
 
     def details(self) -> Iterable[Detail]:
         """`Source.details`."""
         for name, why in self._publisher.faulty.items():
             yield Detail(KIND, name, {"state": REFUSED, "problem": why})
-        for name, serving in self._publisher.servings.items():
-            yield Detail(KIND, name, COLUMNS.fields(StateView.STATUS, self.picture(serving)))
+        for name, stream in self._publisher.streams.items():
+            yield Detail(KIND, name, COLUMNS.fields(StateView.STATUS, self.picture(stream)))
 
     def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
@@ -238,11 +237,11 @@ class StreamFigures:
     async def _count(self) -> None:
         """Count the rows that wait. Streams of which nothing can wait are not asked for."""
         sources = {
-            name: (row_source(serving.stream, schema=self._schema), published)
-            for name, serving in self._publisher.servings.items()
-            if (published := serving.published) is not None
-            and serving.stream.denied is None
-            and not _is_at_the_end(serving)
+            name: (row_source(stream.stream, schema=self._schema), published)
+            for name, stream in self._publisher.streams.items()
+            if (published := stream.published) is not None
+            and stream.stream.denied is None
+            and not _is_at_the_end(stream)
         }
         for name in self._rows.keys() - sources.keys():
             del self._rows[name]
@@ -250,9 +249,9 @@ class StreamFigures:
             await count_waiting(Impatient(self._db), sources, self._rows)
 
 
-def _is_at_the_end(serving: Serving) -> bool:
+def _is_at_the_end(stream: ServedStream) -> bool:
     """Whether no id is known above the position."""
-    reading, published = serving.reading, serving.published
+    reading, published = stream.reading, stream.published
     if reading is None or reading.last_value is None or published is None:
         return False
     return reading.last_value <= published
@@ -268,11 +267,9 @@ class StreamService:
         book: TroubleBook,
         poller: Poller,
         pace: StreamIntervals = StreamIntervals(),
-        *,
-        catchups: CatchupLimits = CatchupLimits(),
     ) -> None:
         self.publisher = publisher
-        self.catchups = Catchups(catchups)
+        self.catchups = publisher.catchups
         self._acks = acks
         self._book = book
         self._poller = poller
@@ -291,11 +288,11 @@ class StreamService:
 
     def answers(self, peer: Session) -> Answers:
         """`Service.answers`."""
-        subscriptions = Subscriptions(peer, self.publisher, self.catchups, self._pace)
+        subscriptions = Subscriptions(peer, self.publisher, self._pace)
 
         async def list_streams(_: Streams) -> None:
             if peer.access.limited:
-                peer.post(Streams(tuple(sorted(filter(peer.access.lists, self.publisher.feeds)))))
+                peer.post(Streams(tuple(sorted(filter(peer.access.lists, self.publisher.served)))))
             else:
                 peer.post_line(self._streams_line())
 
@@ -321,7 +318,7 @@ class StreamService:
 
     def _streams_line(self) -> bytes:
         """The answer to STREAMS, rendered when a stream came or went."""
-        names = list(self.publisher.feeds)
+        names = list(self.publisher.served)
         if names != self._listed:
             self._listed = names
             self._line = f"{Streams(tuple(sorted(names))).render()}\n".encode()
@@ -329,7 +326,7 @@ class StreamService:
 
     def summary(self) -> Mapping[str, object]:
         """`Service.summary`."""
-        return {"streams": sorted(self.publisher.feeds)}
+        return {"streams": sorted(self.publisher.served)}
 
 
 def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
@@ -347,13 +344,16 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
         )
         windows = Windows(pools.housekeeping, pace.late_rows, schema)
         deliver = host.settings.late_rows == "deliver"
-        publisher = Publisher(store, windows, journal, host.poller, troubles, pace=pace, deliver=deliver)
-        acks = AckService(notes, publisher.feeds, troubles, pace)
+        catchups = Catchups(CatchupLimits.of(limits))
+        publisher = Publisher(
+            store, windows, journal, host.poller, troubles, catchups=catchups, pace=pace, deliver=deliver
+        )
+        acks = AckService(notes, publisher.served, troubles, pace)
         book = TroubleBook(notes, troubles, host.settings.server_name, pace)
-        service = StreamService(publisher, acks, book, host.poller, pace, catchups=CatchupLimits.of(limits))
-        host.figures.add(StreamFigures(publisher, service.catchups, pools.housekeeping, schema))
-        host.figures.catching_up = service.catchups.following
-        host.inside.pages = RowPages(publisher, service.catchups, pace)
+        service = StreamService(publisher, acks, book, host.poller, pace)
+        host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema))
+        host.figures.catching_up = catchups.following
+        host.inside.pages = RowPages(publisher, pace)
         return service
 
     return Feature("streams", COMMANDS, open_service)

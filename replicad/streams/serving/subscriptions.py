@@ -10,12 +10,11 @@ REPLICATE follows every stream, so it joins the stream again when the stream goe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 
 import trio
 
-from replicad.daemon.journal import Boundary, Channel, Reader
+from replicad.daemon.journal import Boundary, Reader
 from replicad.daemon.service import HangUp
 from replicad.daemon.session import Session
 from replicad.errors import (
@@ -30,13 +29,12 @@ from replicad.errors import (
 from replicad.protocol.commands import Ping
 from replicad.protocol.states import CloseReason
 from replicad.streams.commands import Replicate, Taken
-from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.copying import Copying, Taking
-from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.intervals import StreamIntervals
+from replicad.streams.serving.lane import LINEAR
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.sent_positions import position_lines, set_lines
-from replicad.streams.serving.starts import Begin, Starts, preamble_of, take_back
+from replicad.streams.serving.served_stream import ServedStream, Start
 
 # The text of a PING: readable for people, and every client of the original protocol accepts a PING.
 NO_STREAMS = "no stream is served yet; streams that are added are sent from then on: replicad streams add"
@@ -45,16 +43,14 @@ NO_STREAMS = "no stream is served yet; streams that are added are sent from then
 class Subscriptions:
     """The streams that one session follows."""
 
-    def __init__(
-        self, session: Session, publisher: Publisher, catchups: Catchups, pace: StreamIntervals = StreamIntervals()
-    ) -> None:
+    def __init__(self, session: Session, publisher: Publisher, pace: StreamIntervals = StreamIntervals()) -> None:
         self._session = session
         self._publisher = publisher
-        self._catchups = catchups
+        self._catchups = publisher.catchups
         self._pace = pace
-        self._under_way = trio.Semaphore(catchups.limits.per_client)
-        self._starts = Starts(publisher, catchups, pace)
-        self._taking = Taking(session, catchups.limits.pace, catchups.limits.pace_seconds)
+        limits = publisher.catchups.limits
+        self._under_way = trio.Semaphore(limits.per_client)
+        self._taking = Taking(session, limits.pace, limits.pace_seconds)
         self._all = False
         self._readers: dict[str, Reader] = {}
         self._streams: set[str] = set()
@@ -78,9 +74,9 @@ class Subscriptions:
         Raises:
             StreamError: there is no such stream, it cannot be served, or a fork is being handled.
         """
-        feed = await self._find(command.stream)
-        upto = await feed.taken()
-        if self._publisher.is_forked(command.stream):
+        stream = await self._publisher.find(command.stream, self._lists)
+        upto = await stream.taken()
+        if stream.forked:
             raise StreamRefused(f"stream {command.stream} is about to begin a generation; try again")
         await self._require_still(command.stream)
         self._session.post(Taken(command.stream, upto))
@@ -93,18 +89,8 @@ class Subscriptions:
         """
         if command.stream is None:
             await self._replicate_all()
-            return
-        began = trio.current_time()
-        while True:
-            try:
-                await self._replicate_one(command, command.stream)
-            except TableReplaced as error:  # seen before the registry was looked at; the client need not know
-                if trio.current_time() >= began + self._pace.ahead:
-                    raise StreamRefused(f"stream {command.stream} cannot be served now: {error}") from error
-            else:
-                return
-            await self._publisher.look_at(command.stream)
-            await trio.sleep(self._pace.look_pause)
+        else:
+            await self._publisher.use(command.stream, self._lists, lambda stream: self._replicate_one(command, stream))
 
     # --- every stream, from now on (as in Synapse) ---
 
@@ -113,17 +99,17 @@ class Subscriptions:
             raise StreamRefused(
                 "REPLICATE for all streams does not go with one for a single stream; use two connections"
             )
-        if not any(map(self._may_read, self._publisher.feeds)):
+        if not any(map(self._may_read, self._publisher.served)):
             self._session.post(Ping(NO_STREAMS))
         if self._all:  # a repeated REPLICATE: send the positions again
-            for name, feed in sorted(self._publisher.feeds.items()):
+            for name, stream in sorted(self._publisher.served.items()):
                 if name in self._readers:
-                    boundary = feed.channel.boundary
-                    self._readers[name].insert(boundary.index, feed.preamble(boundary.positions, extended=False))
+                    start = stream.start_now(stream.lane(linear=False))
+                    self._readers[name].insert(stream.channel.boundary.index, start.lines(extended=False))
             return
         self._all = True
-        for _, feed in sorted(self._publisher.feeds.items()):
-            self._join_new(feed)
+        for _, stream in sorted(self._publisher.served.items()):
+            self._join_new(stream)
         for name, waiting in self._publisher.waiting().items():
             if self._may_read(name):
                 self._session.refuse(waiting)
@@ -139,8 +125,8 @@ class Subscriptions:
         for name in sorted(self._unread):
             if self._may_read(name):
                 self._unread.discard(name)
-                if name in self._publisher.feeds:
-                    self._join_new(self._publisher.feeds[name])
+                if name in self._publisher.served:
+                    self._join_new(self._publisher.served[name])
 
     def _withdraw(self, name: str) -> None:
         error = Forbidden(f"the operator has withdrawn the right to read stream {name}; its subscription has ended")
@@ -154,196 +140,165 @@ class Subscriptions:
             self._unread.add(name)
         self._session.refuse(error)
 
-    async def _find(self, name: str) -> Feed:
-        """`Publisher.find`; a stream whose name the client may not know counts as unknown."""
+    def _lists(self, name: str) -> bool:
+        """Whether the client may know the stream's name; a stream whose name it may not know counts as unknown."""
         access = self._session.access
-        return await (self._publisher.find(name, access.lists) if access.limited else self._publisher.find(name))
+        return not access.limited or access.lists(name)
 
     async def _require_still(self, name: str) -> None:
         """Refuse what the client may no longer read: there was a wait since its right was checked."""
         access = self._session.access
         if access.limited and not access.require("read", "stream", name):
-            await self._find(name)  # which may not be known
+            await self._publisher.find(name, self._lists)  # which may not be known
 
     def _may_read(self, name: str) -> bool:
         return self._session.access.may("read", name)
 
-    def _join_new(self, feed: Feed) -> None:
+    def _join_new(self, stream: ServedStream) -> None:
         """Follow a stream, if the client may read it."""
-        if not self._may_read(feed.name):
-            self._unread.add(feed.name)
+        if not self._may_read(stream.name):
+            self._unread.add(stream.name)
             return
-        boundary = feed.channel.boundary
-        self._join(feed, feed.channel, boundary.positions, None, linear=False, extended=False)
+        self._join(stream.start_now(stream.lane(linear=False)), extended=False)
 
     # --- one stream, from a token (ours) ---
 
-    async def _replicate_one(self, command: Replicate, name: str) -> None:
-        feed = await self._find(name)
+    async def _replicate_one(self, command: Replicate, stream: ServedStream) -> None:
+        name = stream.name
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
-        channel = feed.linear_channel() if command.linear else feed.channel
-        start = await self._starts.in_present(feed, command, channel, self._session.asker)
-        if channel.held is not None and start[0] == channel.boundary.positions:
+        start = await stream.begin(command.token, self._session.asker, linear=command.linear)
+        channel = start.lane.channel
+        if channel.held is not None and start.positions == channel.boundary.positions:
             raise channel.held.copy()
         await self._require_still(name)
         self._streams.add(name)
         try:
-            self._join(feed, channel, *start, linear=command.linear, extended=True)
+            self._join(start, extended=True)
         except ReplicadError:  # the stream has ended meanwhile
             self._streams.discard(name)
             raise
 
-    def _join(
-        self,
-        feed: Feed,
-        channel: Channel,
-        start: Mapping[str, int],
-        others_after: int | None,
-        *,
-        linear: bool,
-        extended: bool,
-        epoch: str | None = None,
-    ) -> None:
-        """Read the journal from `start` on, after a catch-up from Postgres if needed. `epoch`: the generation of
-        `start`, if it may be an earlier one.
-        """
-        present = feed.epoch(channel)
-        epoch = epoch or present
-        preamble = preamble_of(feed, channel, start, extended=extended)
-        boundary = channel.boundary
-        lowest = min(start.values(), default=feed.sent_upto)
-        others_after = lowest if others_after is None else others_after
-        if start == boundary.positions and others_after == lowest and epoch == present:
+    def _join(self, start: Start, *, extended: bool) -> None:
+        """Read the journal from `start` on, after a catch-up from Postgres if needed."""
+        lines = start.lines(extended=extended)
+        if start.at_boundary:
             with suppress(SlowReader):
-                self._read(feed, channel, boundary.index, linear=linear, extended=extended, preamble=preamble)
+                self._read(start, start.lane.channel.boundary, extended=extended, lines=lines)
                 return
-        begin = Begin(start, others_after, epoch, preamble)
-        self._catching_up.add(feed.name)  # from now on `_review` finds it
-        self._session.start(self._catch_up_with_right, feed, channel, begin, linear, extended)
+        self._catching_up.add(start.stream.name)  # from now on `_review` finds it
+        self._session.start(self._catch_up_with_right, start, lines, extended)
 
-    async def _catch_up_with_right(
-        self, feed: Feed, channel: Channel, begin: Begin, linear: bool, extended: bool
-    ) -> None:
+    async def _catch_up_with_right(self, start: Start, lines: bytes, extended: bool) -> None:
         """`_catch_up`, in turn with the other catch-ups of the client, if their number is bounded."""
-        copying = Copying(self._catchups, self._taking, feed, begin.positions, begin.others_after, linear=linear)
-        self._catchups.clients[self._session.number, feed.name] = copying
+        name = start.stream.name
+        copying = Copying(self._catchups, self._taking, start)
+        self._catchups.clients[self._session.number, name] = copying
         try:
             async with self._session.access.catching_up():
-                await self._catch_up(feed, channel, copying, begin, extended)
+                await self._session.flush()
+                await self._session.send(lines)
+                async with self._under_way:
+                    await self._catch_up(copying, extended)
         finally:
-            self._catching_up.discard(feed.name)
-            self._catchups.clients.pop((self._session.number, feed.name), None)
+            self._catching_up.discard(name)
+            self._catchups.clients.pop((self._session.number, name), None)
 
-    def _read(
-        self, feed: Feed, channel: Channel, index: int, *, linear: bool, extended: bool, preamble: bytes = b""
-    ) -> None:
-        """Read the journal from a chunk on. Raises SlowReader."""
+    def _read(self, start: Start, boundary: Boundary, *, extended: bool, lines: bytes = b"") -> None:
+        """Read the journal from a boundary on. Raises SlowReader."""
+        channel = start.lane.channel
 
         def on_stop(error: RowUnreadable) -> None:
-            self._stop(feed, channel, channel.boundary.positions, error, linear=linear)
+            self._stop(start.stream.start_now(start.lane), error)
 
-        self._readers[feed.name] = self._session.outbox.read(
-            channel, index, extended=extended, preamble=preamble, on_stop=on_stop
+        self._readers[start.stream.name] = self._session.outbox.read(
+            channel, boundary.index, extended=extended, preamble=lines, on_stop=on_stop
         )
 
-    def _stop(
-        self,
-        feed: Feed,
-        channel: Channel,
-        sent: Mapping[str, int],
-        error: RowUnreadable,
-        *,
-        linear: bool,
-        epoch: str | None = None,
-    ) -> None:
-        """End one subscription: the client has everything up to `sent`, and the next row cannot be read."""
-        self._readers.pop(feed.name, None)
+    def _stop(self, reached: Start, error: RowUnreadable) -> None:
+        """End one subscription: the client has everything up to `reached`, and the next row cannot be read."""
+        name = reached.stream.name
+        self._readers.pop(name, None)
         self._session.refuse(error)
         if self._all:
-            self._session.start(self._come_back, feed, channel, dict(sent), epoch or feed.epoch(channel), linear)
+            self._session.start(self._come_back, reached)
         else:
-            self._streams.discard(feed.name)
+            self._streams.discard(name)
 
-    async def _come_back(self, feed: Feed, channel: Channel, sent: Mapping[str, int], epoch: str, linear: bool) -> None:
+    async def _come_back(self, reached: Start) -> None:
         """Join a stopped stream again when it goes on, at the position that the client has."""
+        channel = reached.lane.channel
         if channel.held is not None:
             await channel.released.wait()
         else:
             await trio.sleep(self._pace.stopped)
         if channel.ended is not None:
             return  # the stream is joined when it is served again
-        if not self._may_read(feed.name):
-            self._unread.add(feed.name)
+        if not self._may_read(reached.stream.name):
+            self._unread.add(reached.stream.name)
             return
-        self._join(feed, channel, sent, None, linear=linear, extended=False, epoch=epoch)
+        self._join(reached, extended=False)
 
-    async def _catch_up(self, feed: Feed, channel: Channel, copying: Copying, begin: Begin, extended: bool) -> None:
+    async def _catch_up(self, copying: Copying, extended: bool) -> None:
         """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""
-        session = self._session
-        await session.flush()
-        await session.send(begin.preamble)
-        async with self._under_way:
-            await self._catch_up_now(feed, channel, copying, begin.epoch, extended)
-
-    async def _catch_up_now(self, feed: Feed, channel: Channel, copying: Copying, epoch: str, extended: bool) -> None:
-        session, linear = self._session, copying.linear
+        session, stream, lane = self._session, copying.stream, copying.lane
         began = trio.current_time()
         while True:
-            epoch, boundary = await self._to_present(feed, channel, copying, epoch, linear=linear, extended=extended)
-            sent = copying.reached
+            boundary = await self._to_present(copying, extended=extended)
+            epoch, sent = copying.epoch, copying.reached
             await session.flush()
             try:
-                whole = await copying.copy(boundary.positions, epoch)
+                whole = await copying.copy(boundary.positions)
             except RowUnreadable as error:
-                self._stop(feed, channel, copying.reached, error, linear=linear, epoch=epoch)
+                self._stop(copying.start, error)
                 return
             except TableReplaced as error:
                 if trio.current_time() >= began + self._pace.ahead:
                     raise HangUp(CloseReason.STREAM_ENDED, f"{error.code}: {error} Resume later.") from error
                 with trio.move_on_after(self._pace.copy_retry):  # the next look at the registry finds the change
-                    await feed.wait_beyond(channel, epoch)
-                if channel.ended is not None:
-                    raise channel.ended from error
+                    await lane.wait_beyond(epoch)
+                if lane.channel.ended is not None:
+                    raise lane.channel.ended from error
                 continue
             except DatabaseError as error:
                 raise HangUp(
-                    CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
+                    CloseReason.STREAM_ENDED, f"{error.code}: catching up with {stream.name} broke off; resume later"
                 ) from error
             if not whole:  # another generation has begun
-                await feed.wait_beyond(channel, epoch)
-                if channel.ended is not None:
-                    raise channel.ended
+                await lane.wait_beyond(epoch)
+                if lane.channel.ended is not None:
+                    raise lane.channel.ended
                 continue
             if extended and not sent.keys() <= boundary.positions.keys():  # some writers are no longer listed
-                await session.send(set_lines(feed.name, feed.writers_of(epoch, boundary.positions), boundary.positions))
+                writers = lane.writers_of(epoch, boundary.positions)
+                await session.send(set_lines(stream.name, writers, boundary.positions))
             began = trio.current_time()
             copying.reached = boundary.positions
             try:
-                self._read(feed, channel, boundary.index, linear=linear, extended=extended)
+                self._read(copying.start, boundary, extended=extended)
             except SlowReader:
-                if channel.boundary is boundary:  # one copy after it has filled the journal and is not complete
-                    await channel.wait_sealed()
+                if lane.channel.boundary is boundary:  # one copy after it has filled the journal and is not complete
+                    await lane.channel.wait_sealed()
             else:
                 return
 
-    async def _to_present(
-        self, feed: Feed, channel: Channel, copying: Copying, epoch: str, *, linear: bool, extended: bool
-    ) -> tuple[str, Boundary]:
+    async def _to_present(self, copying: Copying, *, extended: bool) -> Boundary:
         """Send the client back if another generation has begun, and list writers that joined; returns the present
-        generation and boundary.
+        boundary.
         """
-        session, sent = self._session, copying.reached
-        while epoch != feed.epoch(channel):  # the POSITION that goes back is no longer in the journal
-            kept, epoch, copying.others_after = take_back(feed, channel, sent, epoch, copying.others_after)
-            again = position_lines(feed.name, kept, kept, all_of_them=True)
-            named = (feed.writers_of(epoch, () if linear else kept) + again) if extended else b""
-            await session.send(position_lines(feed.name, sent, kept) + named)
-            sent = kept
-        boundary = channel.boundary
-        if joined := boundary.positions.keys() - sent.keys():
-            sent = {**sent, **dict.fromkeys(joined, copying.others_after)}
-            lines = position_lines(feed.name, sent, dict.fromkeys(joined, copying.others_after), all_of_them=True)
-            await session.send((feed.writers_of(epoch, sent) if extended else b"") + lines)
-        copying.reached = sent
-        return epoch, boundary
+        session, stream, lane = self._session, copying.stream, copying.lane
+        while copying.epoch != lane.epoch:  # the POSITION that goes back is no longer in the journal
+            sent = copying.reached
+            copying.start = kept = stream.take_back(copying.start)
+            again = position_lines(stream.name, kept.positions, kept.positions, all_of_them=True)
+            listed = () if LINEAR in kept.positions else kept.positions
+            named = (lane.writers_of(kept.epoch, listed) + again) if extended else b""
+            await session.send(position_lines(stream.name, sent, kept.positions) + named)
+        boundary = lane.channel.boundary
+        if joined := boundary.positions.keys() - copying.reached.keys():
+            new = dict.fromkeys(joined, copying.others_after)
+            sent = {**copying.reached, **new}
+            lines = position_lines(stream.name, sent, new, all_of_them=True)
+            await session.send((lane.writers_of(copying.epoch, sent) if extended else b"") + lines)
+            copying.reached = sent
+        return boundary

@@ -18,6 +18,7 @@ from replicad.errors import StreamRefused
 from replicad.streams.registry import Stream
 from replicad.streams.row_text import MASTER
 from replicad.streams.store import PostgresStore
+from replicad.streams.writer_set import writers_lines
 
 ALL = "+"  # the name that stands for all writers of a crowded stream
 SHOWN = 20  # writers that one line of the log names
@@ -105,6 +106,10 @@ class WriterList:
         found = await self._store.named(self._stream, missing)
         await self.add({one.name for one in found if not one.retired})
         return missing - {one.number for one in found}
+
+    def lines(self, epoch: str, names: Iterable[str]) -> bytes:
+        """The lines of WRITERS for these writers: vector tokens use their numbers."""
+        return writers_lines(self._stream.name, epoch, {name: self.every[name] for name in names})
 
     def forked(self) -> None:
         """Another generation is taken over: a registration that was asked for before may be of a database that was

@@ -23,7 +23,7 @@ from replicad.daemon.session import Session
 from replicad.daemon.supervision import keep_running, keep_service
 from replicad.daemon.troubles import Troubles
 from replicad.protocol.states import CloseReason
-from replicad.streams.serving.catchups import CatchupLimits
+from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.service import AckService, StreamService
@@ -131,10 +131,10 @@ class Streams:
         self.positions = MemoryPositions()
         self.troubles = desk.troubles
         poller, rows, notes = cast(Poller, self.positions), cast(PostgresStore, store), cast(PostgresNotes, store)
-        self.publisher = Publisher(rows, store, limits, poller, self.troubles, pace=pace)
-        acks = AckService(notes, self.publisher.feeds, self.troubles, pace)
+        self.publisher = Publisher(rows, store, limits, poller, self.troubles, catchups=Catchups(catchups), pace=pace)
+        acks = AckService(notes, self.publisher.served, self.troubles, pace)
         book = TroubleBook(notes, self.troubles, "example.com", pace)
-        self.service = StreamService(self.publisher, acks, book, poller, pace, catchups=catchups)
+        self.service = StreamService(self.publisher, acks, book, poller, pace)
         self.connect = desk.connect
 
     def why(self, name: str) -> str:

@@ -19,7 +19,7 @@ from replicad.streams.chunks import Chunk
 from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.catchups import CatchupLimits, Catchups, PieceSizes
 from replicad.streams.serving.copying import Copying, Taking
-from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.served_stream import ServedStream, Start
 
 from .conftest import Streams, open_streams, settle
 from .memory_streams import MemoryRows, MemoryStore
@@ -87,20 +87,23 @@ class Socket:
 
 
 @asynccontextmanager
-async def opened(rows: int, limits: CatchupLimits = SMALL) -> AsyncIterator[tuple[Streams, Counted, Catchups, Feed]]:
+async def opened(
+    rows: int, limits: CatchupLimits = SMALL
+) -> AsyncIterator[tuple[Streams, Counted, Catchups, ServedStream]]:
     store = Counted()
     async with open_streams("s", store=store, catchups=limits) as streams:
         await streams.write("s", *range(1, rows + 1))
-        yield streams, store, streams.service.catchups, streams.publisher.feeds["s"]
+        yield streams, store, streams.service.catchups, streams.publisher.served["s"]
 
 
-def copying(catchups: Catchups, feed: Feed, socket: Socket, after: int = 0, **pace: float) -> Copying:
+def copying(catchups: Catchups, feed: ServedStream, socket: Socket, after: int = 0, **pace: float) -> Copying:
     limits = catchups.limits
     taking = Taking(socket, int(pace.get("pace", limits.pace)), pace.get("seconds", limits.pace_seconds))  # type: ignore[arg-type]
-    return Copying(catchups, taking, feed, {"master": after}, after, linear=False)
+    start = Start(feed, feed.lane(linear=False), {"master": after}, after, feed.stream.epoch)
+    return Copying(catchups, taking, start)
 
 
-def upto(feed: Feed) -> Mapping[str, int]:
+def upto(feed: ServedStream) -> Mapping[str, int]:
     return feed.channel.boundary.positions
 
 
@@ -108,7 +111,7 @@ async def test_clients_that_need_the_same_rows_share_one_read_of_each(autojump_c
     async with opened(200) as (_, store, catchups, feed), trio.open_nursery() as nursery:
         sockets = [Socket(number) for number in range(20)]
         for number, socket in enumerate(sockets):
-            nursery.start_soon(copying(catchups, feed, socket, number % 5).copy, upto(feed), feed.stream.epoch)
+            nursery.start_soon(copying(catchups, feed, socket, number % 5).copy, upto(feed))
         await settle(60)
         for number, socket in enumerate(sockets):
             assert socket.ids == list(range(number % 5 + 1, 201))
@@ -126,7 +129,7 @@ async def test_rows_are_read_in_blocks_where_ids_are_dense_and_one_by_one_where_
         async def catch_up(after: int) -> tuple[int, int]:
             store.reads = store.blocks = 0
             socket = Socket(after)
-            await copying(catchups, feed, socket, after).copy(upto(feed), feed.stream.epoch)
+            await copying(catchups, feed, socket, after).copy(upto(feed))
             assert socket.ids == [id for id in (*dense, *sparse, *far) if id > after]
             feed.late_rows += 1  # what was read is forgotten
             return store.reads, store.blocks
@@ -148,12 +151,12 @@ async def test_a_client_that_takes_little_keeps_no_read_waiting(autojump_clock: 
     async with opened(200) as (_, store, catchups, feed), trio.open_nursery() as nursery:
         slow = [Socket(number, speed=10.0) for number in range(1, 9)]
         for number, socket in enumerate(slow):
-            nursery.start_soon(copying(catchups, feed, socket, 20 * number, pace=0).copy, upto(feed), feed.stream.epoch)
+            nursery.start_soon(copying(catchups, feed, socket, 20 * number, pace=0).copy, upto(feed))
         await settle(5)
         assert store.now == 0, "all of them are sending, and nothing is held for it"
         quick = Socket(0)
         with trio.fail_after(60):
-            await copying(catchups, feed, quick).copy(upto(feed), feed.stream.epoch)
+            await copying(catchups, feed, quick).copy(upto(feed))
         assert quick.ids == list(range(1, 201))
         assert all(len(socket.ids) < 60 for socket in slow)
         nursery.cancel_scope.cancel()
@@ -164,11 +167,11 @@ async def test_many_reads_of_one_client_do_not_delay_the_one_of_another(autojump
         store.seconds = 1.0
         for place in range(10):
             greedy = copying(catchups, feed, Socket(1), 40 * place)
-            nursery.start_soon(greedy.copy, {"master": 40 * place + 2}, feed.stream.epoch)
+            nursery.start_soon(greedy.copy, {"master": 40 * place + 2})
         await wait_all_tasks_blocked()
         polite = Socket(2)
         began = trio.current_time()
-        await copying(catchups, feed, polite, 399).copy({"master": 400}, feed.stream.epoch)
+        await copying(catchups, feed, polite, 399).copy({"master": 400})
         assert polite.ids == [400]
         assert trio.current_time() - began < 3.5, "the read under way, one more of the other client, and its own"
         nursery.cancel_scope.cancel()
@@ -177,11 +180,11 @@ async def test_many_reads_of_one_client_do_not_delay_the_one_of_another(autojump
 async def test_a_client_below_the_pace_is_cut_and_told_the_setting(autojump_clock: MockClock) -> None:
     async with opened(200) as (_, _, catchups, feed):
         with pytest.raises(HangUp, match="--catchup-pace is 100") as cut:
-            await copying(catchups, feed, Socket(1, 50.0), pace=100, seconds=10.0).copy(upto(feed), feed.stream.epoch)
+            await copying(catchups, feed, Socket(1, 50.0), pace=100, seconds=10.0).copy(upto(feed))
         assert cut.value.reason is CloseReason.SLOW_READER
         assert trio.current_time() < 60
         steady = Socket(2, 150.0)
-        await copying(catchups, feed, steady, pace=100, seconds=10.0).copy(upto(feed), feed.stream.epoch)
+        await copying(catchups, feed, steady, pace=100, seconds=10.0).copy(upto(feed))
         assert len(steady.ids) == 200
 
 
@@ -189,7 +192,7 @@ async def test_time_in_which_postgres_gives_nothing_does_not_count_against_a_cli
     async with opened(50) as (_, store, catchups, feed):
         store.seconds = 30.0
         socket = Socket(1, 1000.0)
-        await copying(catchups, feed, socket, pace=500, seconds=1.0).copy(upto(feed), feed.stream.epoch)
+        await copying(catchups, feed, socket, pace=500, seconds=1.0).copy(upto(feed))
         assert len(socket.ids) == 50
 
 
@@ -205,7 +208,7 @@ async def test_pieces_leave_memory_when_nobody_uses_them_and_never_exceed_the_bo
                     await trio.sleep(0.01)
 
             nursery.start_soon(watch)
-            await copying(catchups, feed, socket).copy(upto(feed), feed.stream.epoch)
+            await copying(catchups, feed, socket).copy(upto(feed))
             nursery.cancel_scope.cancel()
         assert len(socket.ids) == store.rows_read == 2000
         assert catchups.statistics().pieces > 0
@@ -217,7 +220,7 @@ async def test_a_piece_is_kept_for_a_client_that_is_on_its_way_to_it(autojump_cl
     async with opened(200) as (_, store, catchups, feed), trio.open_nursery() as nursery:
         quick, slow = Socket(1), Socket(2, 100.0)
         for socket in (quick, slow):
-            nursery.start_soon(copying(catchups, feed, socket, pace=0).copy, upto(feed), feed.stream.epoch)
+            nursery.start_soon(copying(catchups, feed, socket, pace=0).copy, upto(feed))
         await settle(10)
         assert len(quick.ids) == 200
         assert len(slow.ids) < 100
@@ -237,7 +240,7 @@ async def test_a_piece_that_is_dropped_while_it_is_sent_is_read_again_from_there
                 catchups.trimmed(feed, 1000)
 
         nursery.start_soon(drop)
-        assert await job.copy(upto(feed), feed.stream.epoch)
+        assert await job.copy(upto(feed))
         assert socket.ids == list(range(1, 301))
         nursery.cancel_scope.cancel()
 
@@ -246,25 +249,25 @@ async def test_rows_that_were_trimmed_and_rows_that_came_late_are_not_taken_from
     autojump_clock: MockClock,
 ) -> None:
     async with opened(40) as (streams, store, catchups, feed):
-        await copying(catchups, feed, Socket(1)).copy(upto(feed), feed.stream.epoch)
+        await copying(catchups, feed, Socket(1)).copy(upto(feed))
         store.tables["s"].rows.remove((7, "master", "1"))
         before = Socket(2)
-        await copying(catchups, feed, before).copy(upto(feed), feed.stream.epoch)
+        await copying(catchups, feed, before).copy(upto(feed))
         assert 7 in before.ids, "it is in memory"
         feed.late_rows += 1  # as the alarm does
         after = Socket(3)
-        await copying(catchups, feed, after).copy(upto(feed), feed.stream.epoch)
+        await copying(catchups, feed, after).copy(upto(feed))
         assert 7 not in after.ids
         store.tables["s"].trimmed_upto = 20
         [refused] = await streams.connect().say("REPLICATE s 10")
         assert refused.startswith("ERROR token_expired")
         with pytest.raises(TokenExpired):
-            await copying(catchups, feed, Socket(4)).copy(upto(feed), feed.stream.epoch)
+            await copying(catchups, feed, Socket(4)).copy(upto(feed))
 
 
 async def test_a_renewed_row_expression_is_used_from_the_next_piece_on(autojump_clock: MockClock) -> None:
     async with opened(40) as (streams, store, catchups, feed):
-        await copying(catchups, feed, Socket(1)).copy(upto(feed), feed.stream.epoch)
+        await copying(catchups, feed, Socket(1)).copy(upto(feed))
         store.tables["s"].rows = [(id, writer, "2") for id, writer, _ in store.tables["s"].rows]
         store.change("s", row="another")
         await settle(3)

@@ -175,9 +175,9 @@ async def _live(plan: list[tuple[str, int]]) -> None:
                 case "open":
                     store.gate.set()
                 case "drop":
-                    streams.service.catchups.trimmed(streams.publisher.feeds["s"], 10 * number)
+                    streams.service.catchups.trimmed(streams.publisher.served["s"], 10 * number)
                 case "late":
-                    streams.publisher.feeds["s"].late_rows += 1
+                    streams.publisher.served["s"].late_rows += 1
         store.gate.set()
         await settle(10)
         rows = {id: body for id, _, body in store.tables["s"].rows}

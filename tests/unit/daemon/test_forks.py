@@ -16,7 +16,7 @@ from replicad.daemon.journal import JournalLimits
 from replicad.errors import TableReplaced
 from replicad.positions.horizon import Fork, Reading, Source
 from replicad.streams.registry import Published, Stream
-from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.served_stream import ServedStream
 from tests.unit.daemon.conftest import Streams, open_streams, settle
 from tests.unit.daemon.memory_streams import BEGAN
 
@@ -216,7 +216,7 @@ async def test_rows_of_a_writer_that_is_listed_no_more_are_taken_back_too(autoju
         every = streams.store.streams["s"].writers
         streams.store.change("s", writers=writers)
         await settle(1.5)
-        assert "b" not in streams.publisher.feeds["s"].numbers
+        assert "b" not in streams.publisher.served["s"].numbers
         streams.store.change("s", writers=every)
         fork(streams, "restored", noted=1)
         lines = await plain.lines()
@@ -244,12 +244,12 @@ async def test_a_restart_that_a_copy_sees_first_sends_nothing_and_ends_no_reader
 
 async def test_who_comes_when_a_stream_ends_is_refused_and_may_come_again(autojump_clock: MockClock) -> None:
     async with open_streams("s", "t") as streams:
-        feed, entry = streams.publisher.feeds["s"], streams.store.streams["s"]
+        feed, entry = streams.publisher.served["s"], streams.store.streams["s"]
         await streams.write("s", 1, 2, 3)
         client = streams.connect()
         find = streams.publisher.find
 
-        async def find_late(name: str) -> Feed:
+        async def find_late(name: str, *_: object) -> ServedStream:
             found = await find(name)
             if name == "s":
                 del streams.store.streams["s"]
@@ -273,7 +273,7 @@ async def test_a_client_that_comes_before_the_registry_was_looked_at_waits_for_t
 ) -> None:
     async with open_streams("s") as streams:
         await streams.write("s", 1, 2, 3)
-        client, feed = streams.connect(), streams.publisher.feeds["s"]
+        client, feed = streams.connect(), streams.publisher.served["s"]
         replaced, honest = TableReplaced("the ids of stream s begin anew"), feed.retained
         feed.retained = AsyncMock(side_effect=[replaced, replaced, await honest()])  # type: ignore[method-assign]
         lines = await client.say("REPLICATE s EARLIEST")
@@ -286,7 +286,7 @@ async def test_a_table_that_stays_replaced_while_a_client_comes_is_a_refusal_aft
 ) -> None:
     async with open_streams("s") as streams:
         await streams.write("s", 1, 2, 3)
-        client, feed = streams.connect(), streams.publisher.feeds["s"]
+        client, feed = streams.connect(), streams.publisher.served["s"]
         honest = feed.retained
         feed.retained = AsyncMock(side_effect=TableReplaced("another table has its name"))  # type: ignore[method-assign]
         refused = "".join(await client.say("REPLICATE s EARLIEST") + await client.lines(10))
@@ -328,7 +328,7 @@ async def test_a_stream_that_ends_while_a_generation_is_taken_over_is_watched_by
     """A restored database gives reasons for both at once. What has ended must not end the watch of its successor."""
     async with open_streams("s") as streams:
         await streams.write("s", 1, 2, 3)
-        load, watch, old = streams.store.load_streams, streams.positions.watch, streams.publisher.servings["s"]
+        load, watch, old = streams.store.load_streams, streams.positions.watch, streams.publisher.streams["s"]
         watching: list[object] = []
 
         async def load_and_end(_: object = ()) -> dict[str, Stream]:
@@ -347,7 +347,7 @@ async def test_a_stream_that_ends_while_a_generation_is_taken_over_is_watched_by
         streams.positions.watch = note  # type: ignore[method-assign, assignment]
         fork(streams, "restored", noted=2)
         await settle(1.5)
-        assert watching == [streams.publisher.servings["s"]]
+        assert watching == [streams.publisher.streams["s"]]
         assert old not in watching
         streams.positions.tell("s", 3)
         await settle()

@@ -24,10 +24,10 @@ async def test_a_stream_appears_is_renewed_and_vanishes_and_no_other_notices(aut
         client, bystander = streams.connect(), streams.connect()
         await client.say("REPLICATE s NOW")
         await bystander.say("REPLICATE other NOW")
-        feed = streams.publisher.feeds["s"]
+        feed = streams.publisher.served["s"]
         streams.store.change("s", table="public.renamed", row="other")
         await settle(1.5)
-        assert streams.publisher.feeds["s"] is feed, "new names end no feed"
+        assert streams.publisher.served["s"] is feed, "new names end no feed"
         assert feed.stream.table == "public.renamed"
         await streams.write("s", 1)
         assert await client.lines() == ["RDATA s master 1 1"]
@@ -35,13 +35,13 @@ async def test_a_stream_appears_is_renewed_and_vanishes_and_no_other_notices(aut
         await settle(1.5)
         assert "table was replaced (changed: table_oid)" in (await client.lines())[-1]
         assert client.reason is not None
-        assert "s" not in streams.publisher.feeds
+        assert "s" not in streams.publisher.served
         streams.positions.tell("s", 1)
         await settle()
-        assert streams.publisher.feeds["s"] is not feed
+        assert streams.publisher.served["s"] is not feed
         del streams.store.streams["s"]
         await settle(1.5)
-        assert sorted(streams.publisher.feeds) == ["other"]
+        assert sorted(streams.publisher.served) == ["other"]
         assert sorted(streams.positions.listeners) == ["other"]
         await streams.write("other", 1)
         assert await bystander.lines() == ["RDATA other master 1 1"]
@@ -114,10 +114,10 @@ async def test_a_new_connection_to_postgres_has_the_registry_looked_at_before_an
         streams.store.fails["registry"] = DatabaseUnavailable("away")
         with pytest.raises(DatabaseUnavailable):
             await look()
-        assert "s" in streams.publisher.feeds
+        assert "s" in streams.publisher.served
         streams.store.fails["registry"] = DatabaseError("another server, without our tables")
         await look()
-        assert streams.publisher.feeds == {}, "who knows what this server has"
+        assert streams.publisher.served == {}, "who knows what this server has"
         streams.store.fails.clear()
         await look()
         await settle()
@@ -202,7 +202,7 @@ async def test_a_database_that_is_not_the_right_one_holds_all_streams_back_and_a
 
 async def test_a_service_that_is_begun_again_serves_the_same_streams(autojump_clock: MockClock) -> None:
     async with open_streams("s") as streams:
-        feed = streams.publisher.feeds["s"]
+        feed = streams.publisher.served["s"]
 
         def fail() -> None:
             raise OSError("defect")
@@ -211,7 +211,7 @@ async def test_a_service_that_is_begun_again_serves_the_same_streams(autojump_cl
         await settle(5)
         streams.positions.tell("s", 0)
         await settle(2)
-        assert streams.publisher.feeds["s"] is not feed
+        assert streams.publisher.served["s"] is not feed
         assert streams.troubles.counts["service", "run", "OSError"] == 1
 
 
@@ -225,7 +225,7 @@ async def test_rows_that_turn_up_below_the_position_are_an_alarm_for_a_while(aut
         why = streams.why("s")
         assert "1 row turned up at or below position 3 of stream s, with the ids 2" in why
         assert "public.old was attached to the table of stream s with 2 rows" in why
-        assert streams.publisher.feeds["s"].tally.skipped == 3
+        assert streams.publisher.served["s"].tally.skipped == 3
         await settle(120)
         assert streams.why("s") == ""
         streams.store.fails["windows"] = DatabaseError("no")

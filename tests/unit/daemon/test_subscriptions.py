@@ -159,7 +159,7 @@ async def test_plain_replicate_follows_every_stream_and_those_that_are_added_lat
         await settle(1.5)
         streams.positions.tell("d", 0)
         await settle()
-        assert "d" in streams.publisher.feeds
+        assert "d" in streams.publisher.served
         assert not streams.publisher._context.followers
 
 

@@ -29,7 +29,7 @@ async def test_a_writer_is_listed_before_its_first_row_goes_out_and_leaves_when_
         await streams.write("s", 2)
         await settle(2)
         assert any(line.startswith("WRITERS") and "a=" not in line for line in await client.lines())
-        assert "a" not in streams.publisher.feeds["s"].numbers
+        assert "a" not in streams.publisher.served["s"].numbers
 
 
 async def test_a_writer_that_another_daemon_has_seen_first_is_known_by_the_number_in_a_token(
@@ -59,7 +59,7 @@ async def test_too_many_writers_become_one_name_until_enough_are_retired(autojum
         rows = [line.split()[3] for line in await client.lines() if "RDATA" in line]
         assert rows == [str(id) for id in range(1, 9)]
         assert "more than 5 writers" in streams.why("s")
-        assert set(streams.publisher.feeds["s"].numbers) == {"+"}
+        assert set(streams.publisher.served["s"].numbers) == {"+"}
         kept = dict(list(streams.store.streams["s"].writers.items())[:2])
         streams.store.change("s", writers=kept)
         await settle(2)
@@ -67,4 +67,4 @@ async def test_too_many_writers_become_one_name_until_enough_are_retired(autojum
         await settle(2)
         assert "RDATA s w1 9 1" in await client.lines()
         assert streams.why("s") == ""
-        assert "+" not in streams.publisher.feeds["s"].numbers
+        assert "+" not in streams.publisher.served["s"].numbers

@@ -9,7 +9,7 @@ import trio
 
 from replicad.config.logs import RECENT
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from replicad.tubes.backfill import BackfillIntervals
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.daemons import Daemon, Paces
@@ -26,8 +26,8 @@ async def set_up(db: Database, stream: str = "orders", error: str = ERROR) -> No
     for table in ("orders", "events"):
         await db.execute(f"CREATE TABLE {table} (id bigserial PRIMARY KEY, body text)")
         await db.execute(f"INSERT INTO {table} (body) SELECT 'x' FROM generate_series(1, 1200)")
-    await registry.add(db, stream, "public.orders", "id")
-    await registry.add(db, "events", "public.events", "id")
+    await Registry(db).add(stream, "public.orders", "id")
+    await Registry(db).add("events", "public.events", "id")
     await db.execute("CREATE TABLE cities (id bigint PRIMARY KEY)")
     await db.execute("SELECT tube.tube_ensure_exists('cities', partitions => 2)")
     await db.execute("SELECT tube.tube_table_ensure_attached('cities', 'cities', 1)")

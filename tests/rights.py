@@ -20,7 +20,7 @@ from replicad.operations.doctor.checks import CHECKS, Level, examine
 from replicad.operations.doctor.seen import Evidence
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams import registry, trimming
+from replicad.streams.registry import Registry
 from tests.conftest import psql
 from tests.roles import as_role
 
@@ -89,8 +89,8 @@ async def _install(world: World) -> None:
 async def _read_as_owner(world: World) -> None:
     world.sql(DROP_READERS.replace("FOLDER", "replicad"))
     async with world.open("daemon") as db:
-        await registry.ensure_readers(db)
-        denied = (await registry.load_stream(db, "orders")).denied
+        await Registry(db).ensure_readers()
+        denied = (await Registry(db).load_stream("orders")).denied
         if denied is not None:
             raise StreamRefused(denied)
 
@@ -115,7 +115,7 @@ async def _attach(world: World) -> None:
 def _serve(name: str) -> Callable[[World], Awaitable[None]]:
     async def use(world: World) -> None:
         async with world.open("daemon") as db:
-            denied = (await registry.load_stream(db, name)).denied
+            denied = (await Registry(db).load_stream(name)).denied
             if denied is not None:
                 raise StreamRefused(denied)
 
@@ -144,7 +144,7 @@ def _as(role: str, statement: str) -> Callable[[World], Awaitable[None]]:
 def _trim(**how: object) -> Callable[[World], Awaitable[None]]:
     async def use(world: World) -> None:
         async with world.open("owner") as db:
-            await trimming.trim(db, "orders", **how)  # type: ignore[arg-type]
+            await Registry(db).trim("orders", **how)  # type: ignore[arg-type]
 
     return use
 

@@ -8,14 +8,14 @@ import pytest
 
 from replicad.errors import DatabaseError
 from replicad.streams.chunks import Chunk
-from replicad.streams.store import PostgresStore
+from replicad.streams.daemon_registry import DaemonRegistry
 
 Insert = Callable[[int, str, str], Awaitable[None]]  # id, writer, JSON; "poison" is JSON that cannot be read
 
 
-async def check_store(store: PostgresStore, insert: Insert) -> None:
+async def check_store(store: DaemonRegistry, insert: Insert) -> None:
     """The claims, about a new stream `s` by writer whose table is empty."""
-    stream = (await store.load_streams())["s"]
+    stream = (await store.look())["s"]
     rows = store.rows(stream)
     assert rows.names_writers
     assert await rows.earliest() == 0
@@ -54,8 +54,8 @@ async def check_store(store: PostgresStore, insert: Insert) -> None:
 
     numbers = await store.ensure_writers(stream, ["a", "b"])
     assert await store.ensure_writers(stream, ["b"]) == {"b": numbers["b"]}
-    assert [one.name for one in await store.named(stream, [numbers["a"], 999])] == ["a"]
-    stream = (await store.load_streams())["s"]
+    assert [one.name for one in await store.writers_numbered(stream, [numbers["a"], 999])] == ["a"]
+    stream = (await store.look())["s"]
     assert await store.publish(stream, 5, {"a": 7})
     assert ((await store.published())["s"].position, (await store.published())["s"].per_writer) == (5, {"a": 7})
     again = await store.fork(stream, "ids_went_back")

@@ -31,7 +31,7 @@ from replicad import (
 )
 from replicad.postgres import schema
 from replicad.sharding import admin
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 
 ROOMS = [f"!room{number}:example.org" for number in range(40)]
 TTL = 1.0  # seconds; the default is 10, and this shall not take long
@@ -65,7 +65,7 @@ async def main(url: str) -> None:
     async with open_database(url, size=2, application_name="main") as db:
         await schema.install(db, "stream")
         await db.execute("CREATE TABLE counts (id bigserial PRIMARY KEY, room text, n int)")
-        await registry.add(db, "counts", "counts", "id")
+        await Registry(db).add("counts", "counts", "id")
         await admin.enable(db, "counts", slots=32)
         async with process(url, "w1"):
             await shares(db, "w1 alone", 32)

@@ -19,6 +19,7 @@ from replicad.daemon.service import Answers, Feature, Host, Job, Service
 from replicad.daemon.session import Session
 from replicad.errors import UsageError
 from replicad.streams import daemons
+from replicad.streams.daemons import DaemonReports
 
 STATUS = "status"  # the right to see /status, /clients, /metrics, and the data of the console
 REPLAY = "replay"  # the right to put parked ids back into a tube
@@ -50,12 +51,12 @@ class Beats:
             while True:
                 with self._troubles.contain("service", "beats", "write"):
                     age = trio.current_time() - self._began
-                    await daemons.beat(self._db, self._life, age, schema=self._schema)
+                    await DaemonReports(self._db, self._schema).beat(self._life, age)
                 await trio.sleep(INTERVAL)
         finally:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + LAST):
                 with self._troubles.contain("service", "beats", "leave"):
-                    await daemons.leave(self._db, self._life, schema=self._schema)
+                    await DaemonReports(self._db, self._schema).leave(self._life)
 
 
 class StatusService:

@@ -35,8 +35,8 @@ from replicad.tubes.cli.islands import island_options
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
+    from replicad.streams.daemons import Reported
     from replicad.streams.picture import StreamPicture
-    from replicad.streams.troubles import Reported
 
 WIDE = 1000  # columns of an output that is no terminal: nothing is cut
 
@@ -113,11 +113,12 @@ class Island:
 
     async def _streams(self, db: Database) -> tuple[list[Row], Sequence[Reported], list[str]]:
         """The rows of streams, what daemons report, and sentences. Without the streams' SQL: none."""
-        from replicad.streams import status, troubles
+        from replicad.streams import status
+        from replicad.streams.daemons import DaemonReports
 
         try:
             overview = await status.overview(db, schema=self.settings.stream_schema)
-            reported = await troubles.load(db, schema=self.settings.stream_schema)
+            reported = await DaemonReports(db, self.settings.stream_schema).troubles()
         except DatabaseUnavailable:
             raise
         except SchemaMissing:
@@ -129,11 +130,10 @@ class Island:
 
     async def _daemons(self, db: Database) -> tuple[list[Row], list[str]]:
         """The rows of daemons, by name, and sentences. Without the streams' SQL: none."""
-        from replicad.streams import daemons
-        from replicad.streams.daemons import DAEMON_COLUMNS
+        from replicad.streams.daemons import DAEMON_COLUMNS, DaemonReports
 
         try:
-            found = await daemons.load(db, schema=self.settings.stream_schema)
+            found = await DaemonReports(db, self.settings.stream_schema).daemons()
         except DatabaseUnavailable:
             raise
         except SchemaMissing:

@@ -9,33 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from replicad.postgres import failures
 from replicad.postgres.bridge import Connection, Sink, quote_literal
 from replicad.postgres.literals import fill
+from replicad.postgres.statements import Queries
 
 UNBOUNDED: Final = (1 << 63) - 1  # bytes
 _CUT, _FAILED = b"+", b"!"  # how the line begins that a reader adds; no line of ours does
 _ITSELF: Final = ""  # a reader is a volatile function: each statement in it takes its snapshot after its locks
 _LAST: Final = 8192  # bytes; the added line is shorter than that
-
-
-class Readable(Protocol):
-    """A `Database` or a `Connection`."""
-
-    @property
-    def target(self) -> failures.Target: ...
-
-    async def fetch(self, sql: str, *args: object) -> list[Any]: ...
-
-    async def copy_out(
-        self, query: str, *args: object, sink: Sink, timeout: float | None = None, lock: str | None = None
-    ) -> int: ...
-
-    async def copy_values(
-        self, query: str, *, sink: Sink, timeout: float | None = None, lock: str | None = None
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +29,7 @@ class AsOwner:
     `bound`: bytes after which `lines` and `copy_out` end, after a whole row.
     """
 
-    db: Readable
+    db: Queries
     reader: str
     table: int
     bound: int = UNBOUNDED

@@ -17,11 +17,15 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from replicad.errors import DatabaseError
 from replicad.postgres.literals import quote_ident
 from replicad.sqlstates import NOT_A_NAME, means
+
+if TYPE_CHECKING:
+    from replicad.postgres.connection import Sink
+    from replicad.postgres.failures import Target
 
 MOST_BYTES = 256 * 1024
 """A larger file of queries is refused: it is another file by mistake. All queries together have 40 KiB."""
@@ -36,11 +40,22 @@ HOW = 'name it with its schema, as in public.events; capitals and blanks need do
 class Queries(Protocol):
     """A `Database` or a `Connection`: whatever statements can be run on."""
 
+    @property
+    def target(self) -> Target: ...
+
     async def fetch(self, sql: str, *args: object) -> list[Any]: ...
 
     async def fetch_row(self, sql: str, *args: object) -> Any: ...
 
     async def fetch_value(self, sql: str, *args: object) -> Any: ...
+
+    async def copy_out(
+        self, query: str, *args: object, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> int: ...
+
+    async def copy_values(
+        self, query: str, *, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> None: ...
 
 
 def read_queries(files: Iterable[Path]) -> dict[str, str]:

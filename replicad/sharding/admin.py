@@ -9,7 +9,7 @@ from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import call_value, statement
 from replicad.streams.queries import SCHEMA
-from replicad.streams.registry import load_stream
+from replicad.streams.registry import Registry
 
 SLOTS = 256  # enough for even shares among dozens of writers; few enough to read all of them in one query
 
@@ -58,7 +58,7 @@ async def enable(db: Database, stream: str, slots: int = SLOTS, *, schema: str =
 
     False if they share them already. Raises UnknownStream; StreamRefused if the number of slots is another one.
     """
-    await load_stream(db, stream, schema=schema)
+    await Registry(db, schema).load_stream(stream)
     await schemas.install(db, "sharding", schema)
     made: bool = await call_value(db, schema, "writer_enable", stream, slots)
     return made
@@ -69,7 +69,7 @@ async def disable(db: Database, stream: str, *, schema: str = SCHEMA) -> bool:
 
     Raises UnknownStream.
     """
-    await load_stream(db, stream, schema=schema)
+    await Registry(db, schema).load_stream(stream)
     if stream not in await _shared(db, schema):
         return False
     await call_value(db, schema, "writer_disable", stream)

@@ -1,11 +1,11 @@
-"""The daemons of a database: each reports itself there and sends beats; the command line and the console read them."""
+"""What daemons report in their database: beats and troubles. Commands and the console of any machine read it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import UUID
 
 from replicad.daemon.state_columns import ConsoleForm, StateColumn, StateColumns, StateView
@@ -94,21 +94,63 @@ class Life:
     version: str
 
 
-async def beat(db: Queries, life: Life, age: float, *, schema: str = SCHEMA) -> None:
-    """The sign of life of a daemon that began `age` seconds ago. Raises SchemaMissing."""
-    about = (life.id, life.name, life.pid, list(life.addresses), life.version)
-    with installed(schema):
-        await call_value(db, schema, "stream_daemon_beat", *about, age)
+class Row(NamedTuple):
+    """One trouble as a daemon writes it; `age` in seconds."""
+
+    kind: str
+    name: str
+    cause: str
+    code: str
+    reason: str
+    age: float
 
 
-async def leave(db: Queries, life: Life, *, schema: str = SCHEMA) -> None:
-    """The daemon stops: it is not listed any more. Raises SchemaMissing."""
-    with installed(schema):
-        await call_value(db, schema, "stream_daemon_leave", life.id)
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """One trouble that a running daemon reports, of the thing `kind` and `name` (for example a stream and its name)."""
+
+    daemon: str
+    kind: str
+    name: str
+    cause: str
+    code: str
+    reason: str
+    since: datetime
 
 
-async def load(db: Queries, *, schema: str = SCHEMA) -> list[DaemonBeat]:
-    """The daemons, by name; daemons that were silent for an hour are left out. Raises SchemaMissing."""
-    with installed(schema):
-        rows = await call_rows(db, schema, "stream_daemons", columns=_COLUMNS)
-    return [DaemonBeat(**(dict(row) | {"addresses": tuple(row["addresses"])})) for row in rows]
+class DaemonReports:
+    """What the daemons of a database report there of themselves. Each method raises SchemaMissing."""
+
+    def __init__(self, db: Queries, schema: str = SCHEMA) -> None:
+        self._db = db
+        self._schema = schema
+
+    async def beat(self, life: Life, age: float) -> None:
+        """The sign of life of a daemon that began `age` seconds ago."""
+        about = (life.id, life.name, life.pid, list(life.addresses), life.version)
+        with installed(self._schema):
+            await call_value(self._db, self._schema, "stream_daemon_beat", *about, age)
+
+    async def leave(self, life: Life) -> None:
+        """The daemon stops: it is not listed any more."""
+        with installed(self._schema):
+            await call_value(self._db, self._schema, "stream_daemon_leave", life.id)
+
+    async def daemons(self) -> list[DaemonBeat]:
+        """The daemons, by name; daemons that were silent for an hour are left out."""
+        with installed(self._schema):
+            rows = await call_rows(self._db, self._schema, "stream_daemons", columns=_COLUMNS)
+        return [DaemonBeat(**(dict(row) | {"addresses": tuple(row["addresses"])})) for row in rows]
+
+    async def write_troubles(self, daemon: str, rows: Sequence[Row]) -> None:
+        """Replace all troubles that the daemon has written before."""
+        columns: list[list[object]] = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], [], [], []]
+        with installed(self._schema):
+            await call_value(self._db, self._schema, "stream_trouble_write", daemon, *columns)
+
+    async def troubles(self) -> list[Reported]:
+        """The troubles of running daemons, the oldest first."""
+        columns = "daemon, kind, name, cause, code, reason, since"
+        with installed(self._schema):
+            rows = await call_rows(self._db, self._schema, "stream_troubles", columns=columns)
+        return [Reported(*row) for row in rows]

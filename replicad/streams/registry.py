@@ -1,27 +1,29 @@
-"""The registry of streams: add, load, remove; numbers for writers; published positions; generations.
+"""The registry of streams: add, load, remove; writers; published positions; generations; acks, skipped ids, trimming.
 
-The rules are SQL functions (streams/sql), so that users of psql get the same refusals; this file calls them. It has no
+The rules are SQL functions (streams/sql), so that users of psql get the same refusals; `Registry` calls them. It has no
 state: everything is in Postgres, for all daemons.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, Final
 
-from replicad.errors import DatabaseError, StreamRefused, UnknownStream
+from replicad.errors import BadToken, DatabaseError, StreamRefused, UnknownStream, UsageError
 from replicad.positions.horizon import Identity, LockSource, ReservationSource, Source, TableSource
-from replicad.postgres.bridge import Database
-from replicad.postgres.statements import HOW, Queries, call_row, call_rows, call_value, find_relation, statement
+from replicad.postgres.statements import HOW, Queries, find_relation, rows_call, statement, value_call
 from replicad.protocol.tokens import Vector
 from replicad.streams.chunks import MAX_ROW
 from replicad.streams.lineage import Generation, Lineage, lineage_of
 from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.row_text import wire_instance
 from replicad.streams.rows import RowSource
+
+QUIET = 60.0  # seconds without a row before a writer may be retired
+BATCH: Final = 10_000  # rows per transaction of a trim: some 50 ms, during which updates of these rows wait
 
 
 class Method(enum.StrEnum):
@@ -133,53 +135,434 @@ class Published:
     at: datetime
 
 
-async def add(
-    db: Queries,
-    name: str,
-    table: str,
-    id_column: str,
-    *,
-    instance_column: str | None = None,
-    row: str | None = None,
-    method: Method | str = Method.LOCK_WATCH,
-    positions_table: str | None = None,
-    sequence: str | None = None,
-    max_row: int = MAX_ROW,
-    schema: str = SCHEMA,
-) -> Added:
-    """Make a table a stream. If it is one already, with the same arguments, nothing is changed.
-
-    Tables and sequences are named as in SQL (`public.events`), columns exactly as they are. `row` is an SQL expression
-    over the table, called t, that yields JSON. `sequence` is needed only where the application itself draws ids from a
-    sequence that neither belongs to the column nor is named in its default. `max_row` bounds the lines of the stream,
-    in bytes: the stream stops before a row that is longer.
-
-    Raises:
-        StreamRefused: it cannot be a stream; the message has the reason and the remedy.
-        UsageError: so has this one; no database would take the name, the method or the bound.
-        SchemaMissing: streams are not installed in this database.
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """The result of a `rewind`. `generation`: the new generation; None if nothing was done. `wait`: then the
+    seconds after which it may be tried again; None if history has forked, so that rows are read anew.
     """
-    oids = [await _resolve(db, what) for what in (table, positions_table, sequence)]
-    wanted = (oids[0], id_column, instance_column, row, str(method), oids[1], max_row)
-    try:
-        with installed(schema):
-            notes = await db.fetch_value(statement("stream_add", schema), name, *wanted[:5], *oids[1:], max_row)
-    except StreamRefused:
-        present = await _present(db, name, schema)
-        if present is None or present.fault is not None or _arguments(present) != wanted:
-            raise
-        if oids[2] not in (None, present.sequence_oid):
-            raise
-        return Added(present, (), new=False)
-    return Added(await load_stream(db, name, schema=schema), tuple(notes))
+
+    generation: str | None
+    wait: float | None
 
 
-async def _present(db: Queries, name: str, schema: str) -> Stream | None:
-    """The stream of that name; None if there is none, or it cannot be read, as in a transaction that has failed."""
-    try:
-        return (await load_streams(db, schema=schema)).get(name)
-    except DatabaseError:
-        return None
+@dataclass(frozen=True, slots=True)
+class RetentionChange:
+    """What `keep` found out: up to which id rows were removed, and after which id rows exist again that were taken for
+    removed; None if that is not news.
+    """
+
+    gone: int | None
+    back: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWriter:
+    """One writer. `position`: its last published position, or None."""
+
+    number: int
+    name: str
+    position: int | None
+    created_at: datetime
+    retired_at: datetime | None
+
+    @property
+    def retired(self) -> bool:
+        """Whether it is no longer listed to readers."""
+        return self.retired_at is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderAck:
+    """One ack: `instance` has delivered `stream` up to `token`, in the generation `epoch`."""
+
+    stream: str
+    epoch: str
+    instance: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class SenderAck:
+    """The last ack of a sender; `token` is None if it has sent none in the present generation."""
+
+    instance: str
+    token: int | None
+    acked_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """An id that an operator has left out of a stream: the reason, the role of Postgres, and the time."""
+
+    id: int
+    reason: str
+    by: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """How many rows were removed; tokens below `upto` are expired from now on (None: nothing was ever trimmed)."""
+
+    rows: int
+    upto: int | None
+
+
+class Registry:
+    """The registry of one database, in one schema. `db`: a pool, or a connection in a transaction of the caller."""
+
+    def __init__(self, db: Queries, schema: str = SCHEMA, *, looks: Queries | None = None) -> None:
+        """`looks`: for what daemons read again and again, if these queries are to give up where a table is locked."""
+        self.schema = schema
+        self._db = db
+        self._looks = db if looks is None else looks
+
+    async def _value(self, function: str, *args: object) -> Any:
+        with installed(self.schema):
+            return await self._db.fetch_value(value_call(self.schema, function, len(args)), *args)
+
+    async def _rows(self, function: str, *args: object, columns: str = "*") -> list[Any]:
+        with installed(self.schema):
+            return await self._db.fetch(rows_call(self.schema, function, len(args), columns), *args)
+
+    async def _row(self, function: str, *args: object) -> Any:
+        with installed(self.schema):
+            return await self._db.fetch_row(rows_call(self.schema, function, len(args)), *args)
+
+    async def _fetch(self, query: str, *args: object) -> list[Any]:
+        with installed(self.schema):
+            return await self._db.fetch(statement(query, self.schema), *args)
+
+    async def _fetch_value(self, query: str, *args: object) -> Any:
+        with installed(self.schema):
+            return await self._db.fetch_value(statement(query, self.schema), *args)
+
+    async def _look(self, query: str, *args: object) -> list[Any]:
+        with installed(self.schema):
+            return await self._looks.fetch(statement(query, self.schema), *args)
+
+    async def add(
+        self,
+        name: str,
+        table: str,
+        id_column: str,
+        *,
+        instance_column: str | None = None,
+        row: str | None = None,
+        method: Method | str = Method.LOCK_WATCH,
+        positions_table: str | None = None,
+        sequence: str | None = None,
+        max_row: int = MAX_ROW,
+    ) -> Added:
+        """Make a table a stream. If it is one already, with the same arguments, nothing is changed.
+
+        Tables and sequences are named as in SQL (`public.events`), columns exactly as they are. `row` is an SQL
+        expression over the table, called t, that yields JSON. `sequence` is needed only where the application itself
+        draws ids from a sequence that neither belongs to the column nor is named in its default. `max_row` bounds the
+        lines of the stream, in bytes: the stream stops before a row that is longer.
+
+        Raises:
+            StreamRefused: it cannot be a stream; the message has the reason and the remedy.
+            UsageError: so has this one; no database would take the name, the method or the bound.
+            SchemaMissing: streams are not installed in this database.
+        """
+        oids = [await _resolve(self._db, what) for what in (table, positions_table, sequence)]
+        wanted = (oids[0], id_column, instance_column, row, str(method), oids[1], max_row)
+        try:
+            notes = await self._fetch_value("stream_add", name, *wanted[:5], *oids[1:], max_row)
+        except StreamRefused:
+            present = await self._present(name)
+            if present is None or present.fault is not None or _arguments(present) != wanted:
+                raise
+            if oids[2] not in (None, present.sequence_oid):
+                raise
+            return Added(present, (), new=False)
+        return Added(await self.load_stream(name), tuple(notes))
+
+    async def _present(self, name: str) -> Stream | None:
+        """The stream of that name; None if there is none, or it cannot be read, as in a transaction that has failed."""
+        try:
+            return (await self.load_streams()).get(name)
+        except DatabaseError:
+            return None
+
+    async def remove(self, name: str) -> None:
+        """Unregister a stream; its table and rows stay. Raises UnknownStream."""
+        await self._value("stream_remove", name)
+
+    async def set_max_row(self, name: str, max_row: int) -> None:
+        """Bound the lines of a stream, in bytes. Raises UnknownStream, and UsageError above MAX_ROW."""
+        await self._value("stream_max_row", name, max_row)
+
+    async def alter_table(
+        self,
+        name: str,
+        table: str,
+        *,
+        same_rows: bool = False,
+        sequence: str | None = None,
+        positions_table: str | None = None,
+    ) -> tuple[str, ...]:
+        """Go on with another table, or with the same one under its present name; returns notes.
+
+        With another table a generation begins. `same_rows`: the new table has the rows of the old one up to the noted
+        position, so that readers go on there. Else they get all rows. `sequence`, `positions_table`: as in `add`.
+
+        Raises:
+            UnknownStream, StreamRefused.
+        """
+        oids = [await _resolve(self._db, what) for what in (table, sequence, positions_table)]
+        notes = await self._fetch_value("stream_alter", name, oids[0], same_rows, *oids[1:])
+        return tuple(notes)
+
+    async def sequence_changed(self, name: str, what: str) -> None:
+        """Say what a change of the stream's sequence did: `same`, every row has the id that it had; `restarted`, ids
+        begin again, and readers get all rows anew. Without such a change, `same` does nothing.
+
+        Raises:
+            UnknownStream, StreamRefused.
+        """
+        await self._value("stream_sequence_changed", name, what)
+
+    async def load_streams(self, names: Collection[str] | None = None) -> dict[str, Stream]:
+        """All streams by name, or the existing streams of these `names`."""
+        rows = await self._look("stream_load", None if names is None else list(names))
+        return {row["name"]: _stream(row) for row in rows}
+
+    async def load_stream(self, name: str) -> Stream:
+        """One stream. Raises UnknownStream."""
+        rows = await self._fetch("stream_load", [name])
+        if not rows:
+            raise UnknownStream(f"there is no stream {name!r}; `replicad streams list` shows all streams.")
+        return _stream(rows[0])
+
+    async def ensure_readers(self) -> None:
+        """Make the readers that streams lack, where our role may. Load the streams again afterwards."""
+        await self._value("stream_readers_ensure")
+
+    async def continue_streams(self) -> int:
+        """Begin a generation of each stream whose present generation is not valid any more; returns how many. Load the
+        streams again afterwards.
+        """
+        begun: int = await self._value("stream_continue")
+        return begun
+
+    async def fork(self, stream: Stream, reason: str) -> Stream:
+        """History has forked since `stream` was loaded: begin a generation. Returns the stream as loaded again.
+
+        Several daemons that find the same begin one generation. Raises UnknownStream where the stream was removed.
+        """
+        await self._value("stream_fork", stream.number, stream.epoch, reason)
+        return await self.load_stream(stream.name)
+
+    async def rewind(self, stream: Stream, upto: int) -> Rewound:
+        """Rows above `upto` were not sent to readers: begin a generation that shares what there is up to `upto`, so
+        that they get all rows above it again. Every daemon takes it over. Raises UnknownStream where the stream was
+        removed.
+        """
+        row = await self._row("stream_rewind", stream.number, stream.epoch, upto)
+        return Rewound(row["begun"], row["wait"])
+
+    async def keep(self, stream: Stream, lowest: int | None, position: int, trimmed: int | None) -> RetentionChange:
+        """Note the lowest id of a stream's table (None: it is empty), read after `position` was published. Where it has
+        grown since the last note, tokens below are expired from now on. Where it lies at or below `trimmed`, the
+        `trimmed_upto` of the same snapshot, tokens from there on are good again.
+        """
+        row = await self._row("stream_keep", stream.number, stream.epoch, lowest, position, trimmed)
+        return RetentionChange(row["gone"], row["back"])
+
+    async def lineages(self, name: str | None = None) -> dict[str, Lineage]:
+        """The generations of all streams, or of one, by the name of the stream."""
+        rows = await self._look("stream_lineage", name)
+        found: dict[str, list[Generation]] = {}
+        for row in rows:
+            began = Vector(row["began_at"], dict(zip(row["writers"], row["positions"], strict=True)))
+            one = Generation(row["number"], row["id"], began, row["reason"], row["created_at"])
+            found.setdefault(row["name"], []).append(one)
+        return {stream: lineage_of(generations) for stream, generations in found.items()}
+
+    async def published(self) -> dict[str, Published]:
+        """The last published positions by the name of the stream; without streams that were never published."""
+        rows = await self._look("stream_published")
+        return {
+            row["name"]: Published(
+                row["position"],
+                dict(zip(row["writers"], row["positions"], strict=True)),
+                row["published_at"],
+            )
+            for row in rows
+        }
+
+    async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool:
+        """Store published positions, for daemons that start later; positions only grow. About once a second will do.
+
+        Writers without a number are left out. Returns False, with nothing written, when another generation has begun
+        since the stream was loaded, when its generation is not valid on the server that answers, or when it was
+        removed.
+        """
+        known = {stream.writers[name]: at for name, at in per_writer.items() if name in stream.writers}
+        return bool(
+            await self._value(
+                "stream_note",
+                stream.number,
+                stream.epoch,
+                position,
+                list(known),
+                list(known.values()),
+            )
+        )
+
+    async def taken(self, stream: Stream, after: int) -> int:
+        """An id that no committed row is above, and that positions come to: the last row's, or `after`, a position that
+        was published. Not the last value of the sequence, which may lie above all ids that were given out
+        (docs/positions.md).
+
+        Raises:
+            StreamRefused: the sequence cannot be read, or was set back since the stream was loaded.
+        """
+        [row] = await self._fetch("stream_taken", stream.sequence_oid) or [{"upto": None}]
+        if row["upto"] is None:
+            raise StreamRefused(
+                f"the sequence of stream {stream.name} was removed, or this role may not read it: "
+                "GRANT USAGE ON SEQUENCE."
+            )
+        if stream.sequence_file not in (None, row["file"]):
+            raise StreamRefused(
+                f"stream {stream.name} is about to begin a generation: its sequence was restarted; try again"
+            )
+        ends = (
+            None if row["upto"] <= after else await row_source(stream, self.schema).ends(self._db, after, row["upto"])
+        )
+        return min(after, row["upto"]) if ends is None else ends[1]
+
+    async def daemon_connected(self) -> bool:
+        """Whether a session of a daemon (by application_name) is connected to this database."""
+        return bool(await self._fetch_value("stream_daemons"))
+
+    async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]:
+        """The numbers of these writers; a new name gets the next one, until the stream is removed.
+
+        Called before the first row of a new writer is sent, so that a token can name it.
+        """
+        wanted = sorted({wire_instance(name) for name in names})
+        rows = await self._rows("stream_writers_ensure", stream.number, wanted)
+        return {row["writer"]: row["writer_number"] for row in rows}
+
+    async def writers(self, stream: str) -> list[StreamWriter]:
+        """All writers of a stream by number, including retired ones. Raises UnknownStream."""
+        rows = await self._rows(
+            "stream_writers", stream, columns="number, writer AS name, position, created_at, retired_at"
+        )
+        return [StreamWriter(**dict(row)) for row in rows]
+
+    async def writers_numbered(self, stream: Stream, numbers: Collection[int]) -> list[StreamWriter]:
+        """The writers that have these numbers."""
+        rows = await self._fetch("stream_writers_numbered", stream.number, list(numbers))
+        return [StreamWriter(**dict(row)) for row in rows]
+
+    async def retire_writers(self, stream: str, names: Collection[str], *, quiet: float = QUIET) -> int:
+        """Retire writers, all of them or none; returns how many were not retired yet.
+
+        `quiet`: seconds for which they must have written nothing.
+
+        Raises:
+            UnknownStream, StreamRefused: a writer is unknown, may still be writing, or none would be left.
+        """
+        return int(await self._value("stream_writers_retire", stream, list(names), quiet))
+
+    async def idle_writers(self, stream: str, token: int) -> list[str]:
+        """The writers that are not retired and have no row above `token`; one writer is always left out.
+
+        Raises UnknownStream.
+        """
+        rows = await self._rows("stream_writers_idle", stream, token)
+        return [row["writer"] for row in rows]
+
+    async def note_acks(self, acks: Sequence[ReaderAck]) -> None:
+        """Store acks; at most one for each stream and instance."""
+        await self._value(
+            "stream_ack_note",
+            [ack.stream for ack in acks],
+            [ack.epoch for ack in acks],
+            [ack.instance for ack in acks],
+            [ack.token for ack in acks],
+        )
+
+    async def acks(self, stream: str) -> list[SenderAck]:
+        """All known senders of a stream, the lowest token first. Raises UnknownStream."""
+        return [SenderAck(*row) for row in await self._rows("stream_acks", stream)]
+
+    async def acked(self, stream: str) -> int | None:
+        """The lowest token of all known senders; None if a sender has sent no ack, or none is known."""
+        token: int | None = await self._value("stream_acked", stream)
+        return token
+
+    async def forget_acks(self, stream: str, instance: str) -> bool:
+        """Remove a sender, so that it no longer holds trimming back; False if it has never sent an ack.
+
+        Raises UnknownStream.
+        """
+        return bool(await self._value("stream_ack_forget", stream, instance))
+
+    async def skip(self, name: str, row_id: int, reason: str) -> int | None:
+        """Leave an id out of a stream; the row stays in its table. Returns the position published so far.
+
+        Raises UnknownStream.
+        """
+        published: int | None = await self._value("stream_skip_id", name, row_id, reason)
+        return published
+
+    async def unskip(self, name: str, row_id: int) -> bool:
+        """Undo `skip` for readers that have not passed the id; False if it was not skipped. Raises UnknownStream."""
+        return bool(await self._value("stream_skip_undo", name, row_id))
+
+    async def skips(self, name: str) -> list[Skipped]:
+        """The skipped ids of a stream, ascending. Raises UnknownStream."""
+        rows = await self._rows("stream_skips", name, columns="id, reason, skipped_by, skipped_at")
+        return [Skipped(*row) for row in rows]
+
+    async def trim(
+        self,
+        name: str,
+        *,
+        before: str | int | None = None,
+        older_than: timedelta | None = None,
+        acked: bool = False,
+        batch: int = BATCH,
+    ) -> Trimmed:
+        """Remove rows up to token `before`, or those published longer than `older_than` ago, or those `acked` by every
+        known sender (none while a sender has sent no ack).
+
+        The age comes from positions that daemons note while they serve the stream (to the minute for a day, to the hour
+        before). Where these notes do not go back so far, nothing is removed. Each batch is a transaction of its own, so
+        the batches before an interruption stay removed. The position waits for a batch, as for any other transaction.
+
+        Raises:
+            UsageError: `before`, `older_than` and `acked` are all absent, or more than one of the three is given.
+            UnknownStream: there is no such stream.
+            BadToken: the token does not parse, or belongs to another epoch.
+            StreamRefused: it lies beyond the published position; rows that no reader was sent must stay.
+        """
+        if sum((before is not None, older_than is not None, acked)) != 1:
+            raise UsageError("trim takes exactly one of before, older_than and acked.")
+        stream = await self.load_stream(name)
+        upto: int | None
+        if before is not None:
+            token = Vector.parse(str(before))
+            if token.epoch not in (None, stream.epoch):
+                raise BadToken(f"token {before} is of another epoch than stream {name}, which is in {stream.epoch}.")
+            upto = token.minimum
+        elif acked:
+            upto = await self.acked(name)
+        else:
+            upto = await self._fetch_value("stream_position_at", name, older_than)
+        rows = 0
+        while upto is not None:
+            deleted = await self._value("stream_trim", name, upto, batch)
+            if not deleted:
+                break
+            rows += deleted
+        return Trimmed(rows, (await self.load_stream(name)).trimmed_upto)
 
 
 def _arguments(stream: Stream) -> tuple[object, ...]:
@@ -188,70 +571,16 @@ def _arguments(stream: Stream) -> tuple[object, ...]:
     return stream.table_oid, *columns, str(stream.method), stream.positions_oid, stream.max_row
 
 
-async def remove(db: Queries, name: str, *, schema: str = SCHEMA) -> None:
-    """Unregister a stream; its table and rows stay. Raises UnknownStream."""
-    with installed(schema):
-        await call_value(db, schema, "stream_remove", name)
+async def _resolve(db: Queries, relation: str | None) -> int | None:
+    if relation is None:
+        return None
+    oid = await find_relation(db, relation)
+    if oid is None:
+        raise StreamRefused(f"there is no table or sequence {relation} in this database: {HOW}.")
+    return oid
 
 
-async def set_max_row(db: Queries, name: str, max_row: int, *, schema: str = SCHEMA) -> None:
-    """Bound the lines of a stream, in bytes. Raises UnknownStream, and UsageError above MAX_ROW."""
-    with installed(schema):
-        await call_value(db, schema, "stream_max_row", name, max_row)
-
-
-async def alter_table(
-    db: Queries,
-    name: str,
-    table: str,
-    *,
-    same_rows: bool = False,
-    sequence: str | None = None,
-    positions_table: str | None = None,
-    schema: str = SCHEMA,
-) -> tuple[str, ...]:
-    """Go on with another table, or with the same one under its present name; returns notes.
-
-    With another table a generation begins. `same_rows`: the new table has the rows of the old one up to the noted
-    position, so that readers go on there. Else they get all rows. `sequence`, `positions_table`: as in `add`.
-
-    Raises:
-        UnknownStream, StreamRefused.
-    """
-    oids = [await _resolve(db, what) for what in (table, sequence, positions_table)]
-    with installed(schema):
-        notes = await db.fetch_value(statement("stream_alter", schema), name, oids[0], same_rows, *oids[1:])
-    return tuple(notes)
-
-
-async def sequence_changed(db: Queries, name: str, what: str, *, schema: str = SCHEMA) -> None:
-    """Say what a change of the stream's sequence did: `same`, every row has the id that it had; `restarted`, ids begin
-    again, and readers get all rows anew. Without such a change, `same` does nothing.
-
-    Raises:
-        UnknownStream, StreamRefused.
-    """
-    with installed(schema):
-        await call_value(db, schema, "stream_sequence_changed", name, what)
-
-
-async def load_streams(db: Queries, names: Collection[str] | None = None, *, schema: str = SCHEMA) -> dict[str, Stream]:
-    """All streams by name, or the existing streams of these `names`."""
-    with installed(schema):
-        rows = await db.fetch(statement("stream_load", schema), None if names is None else list(names))
-    return {row["name"]: _stream(row) for row in rows}
-
-
-async def load_stream(db: Queries, name: str, *, schema: str = SCHEMA) -> Stream:
-    """One stream. Raises UnknownStream."""
-    with installed(schema):
-        row = await db.fetch_row(statement("stream_load", schema), [name])
-    if row is None:
-        raise UnknownStream(f"there is no stream {name!r}; `replicad streams list` shows all streams.")
-    return _stream(row)
-
-
-def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
+def row_source(stream: Stream, schema: str = SCHEMA) -> RowSource:
     """The RowSource of this stream. Raises StreamRefused if the stream can no longer be served."""
     if stream.fault is not None or stream.table is None:
         raise StreamRefused(f"stream {stream.name} cannot be served: {stream.fault}")
@@ -306,168 +635,6 @@ def horizon_source(stream: Stream) -> Source:
         id_column=stream.id_column,
         has_sequence=not stream.shares_sequence,
     )
-
-
-async def ensure_writers(db: Queries, stream: Stream, names: Iterable[str], *, schema: str = SCHEMA) -> dict[str, int]:
-    """The numbers of these writers; a new name gets the next one, until the stream is removed.
-
-    Called before the first row of a new writer is sent, so that a token can name it.
-    """
-    wanted = sorted({wire_instance(name) for name in names})
-    with installed(schema):
-        rows = await call_rows(db, schema, "stream_writers_ensure", stream.number, wanted)
-    return {row["writer"]: row["writer_number"] for row in rows}
-
-
-async def continue_streams(db: Queries, *, schema: str = SCHEMA) -> int:
-    """Begin a generation of each stream whose present generation is not valid any more; returns how many. Load the
-    streams again afterwards.
-    """
-    with installed(schema):
-        begun: int = await call_value(db, schema, "stream_continue")
-    return begun
-
-
-async def ensure_readers(db: Queries, *, schema: str = SCHEMA) -> None:
-    """Make the readers that streams lack, where our role may. Load the streams again afterwards."""
-    with installed(schema):
-        await call_value(db, schema, "stream_readers_ensure")
-
-
-async def fork(db: Queries, stream: Stream, reason: str, *, schema: str = SCHEMA) -> Stream:
-    """History has forked since `stream` was loaded: begin a generation. Returns the stream as loaded again.
-
-    Several daemons that find the same begin one generation. Raises UnknownStream where the stream was removed.
-    """
-    with installed(schema):
-        await call_value(db, schema, "stream_fork", stream.number, stream.epoch, reason)
-    return await load_stream(db, stream.name, schema=schema)
-
-
-@dataclass(frozen=True, slots=True)
-class Rewound:
-    """The result of a `rewind`. `generation`: the new generation; None if nothing was done. `wait`: then the
-    seconds after which it may be tried again; None if history has forked, so that rows are read anew.
-    """
-
-    generation: str | None
-    wait: float | None
-
-
-async def rewind(db: Queries, stream: Stream, upto: int, *, schema: str = SCHEMA) -> Rewound:
-    """Rows above `upto` were not sent to readers: begin a generation that shares what there is up to `upto`, so that
-    they get all rows above it again. Every daemon takes it over. Raises UnknownStream where the stream was removed.
-    """
-    with installed(schema):
-        row = await call_row(db, schema, "stream_rewind", stream.number, stream.epoch, upto)
-    return Rewound(row["begun"], row["wait"])
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionChange:
-    """What `keep` found out: up to which id rows were removed, and after which id rows exist again that were taken for
-    removed; None if that is not news.
-    """
-
-    gone: int | None
-    back: int | None
-
-
-async def keep(
-    db: Queries, stream: Stream, lowest: int | None, position: int, trimmed: int | None, *, schema: str = SCHEMA
-) -> RetentionChange:
-    """Note the lowest id of a stream's table (None: it is empty), read after `position` was published. Where it has
-    grown since the last note, tokens below are expired from now on. Where it lies at or below `trimmed`, the
-    `trimmed_upto` of the same snapshot, tokens from there on are good again.
-    """
-    with installed(schema):
-        row = await call_row(db, schema, "stream_keep", stream.number, stream.epoch, lowest, position, trimmed)
-    return RetentionChange(row["gone"], row["back"])
-
-
-async def load_lineages(db: Queries, name: str | None = None, *, schema: str = SCHEMA) -> dict[str, Lineage]:
-    """The generations of all streams, or of one, by the name of the stream."""
-    with installed(schema):
-        rows = await db.fetch(statement("stream_lineage", schema), name)
-    found: dict[str, list[Generation]] = {}
-    for row in rows:
-        began = Vector(row["began_at"], dict(zip(row["writers"], row["positions"], strict=True)))
-        one = Generation(row["number"], row["id"], began, row["reason"], row["created_at"])
-        found.setdefault(row["name"], []).append(one)
-    return {stream: lineage_of(generations) for stream, generations in found.items()}
-
-
-async def publish(
-    db: Queries, stream: Stream, position: int, per_writer: Mapping[str, int], *, schema: str = SCHEMA
-) -> bool:
-    """Store published positions, for daemons that start later; positions only grow. About once a second will do.
-
-    Writers without a number are left out. Returns False, with nothing written, when another generation has begun since
-    the stream was loaded, when its generation is not valid on the server that answers, or when it was removed.
-    """
-    known = {stream.writers[name]: at for name, at in per_writer.items() if name in stream.writers}
-    with installed(schema):
-        return bool(
-            await call_value(
-                db,
-                schema,
-                "stream_note",
-                stream.number,
-                stream.epoch,
-                position,
-                list(known),
-                list(known.values()),
-            )
-        )
-
-
-async def daemon_connected(db: Queries, *, schema: str = SCHEMA) -> bool:
-    """Whether a session of a daemon (by application_name) is connected to this database."""
-    return bool(await db.fetch_value(statement("stream_daemons", schema)))
-
-
-async def taken(db: Database, stream: Stream, after: int, *, schema: str = SCHEMA) -> int:
-    """An id that no committed row is above, and that positions come to: the last row's, or `after`, a position that was
-    published. Not the last value of the sequence, which may lie above all ids that were given out (docs/positions.md).
-
-    Raises:
-        StreamRefused: the sequence cannot be read, or was set back since the stream was loaded.
-    """
-    with installed(schema):
-        row = await db.fetch_row(statement("stream_taken", schema), stream.sequence_oid)
-    if row is None or row["upto"] is None:
-        raise StreamRefused(
-            f"the sequence of stream {stream.name} was removed, or this role may not read it: GRANT USAGE ON SEQUENCE."
-        )
-    if stream.sequence_file not in (None, row["file"]):
-        raise StreamRefused(
-            f"stream {stream.name} is about to begin a generation: its sequence was restarted; try again"
-        )
-    ends = None if row["upto"] <= after else await row_source(stream, schema=schema).ends(db, after, row["upto"])
-    return min(after, row["upto"]) if ends is None else ends[1]
-
-
-async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published]:
-    """The last published positions by the name of the stream; without streams that were never published."""
-    with installed(schema):
-        rows = await db.fetch(statement("stream_published", schema))
-    return {
-        row["name"]: Published(
-            row["position"],
-            dict(zip(row["writers"], row["positions"], strict=True)),
-            row["published_at"],
-        )
-        for row in rows
-    }
-
-
-async def _resolve(db: Queries, relation: str | None) -> int | None:
-    if relation is None:
-        return None
-    oid = await find_relation(db, relation)
-    if oid is None:
-        raise StreamRefused(f"there is no table or sequence {relation} in this database: {HOW}.")
-    return oid
 
 
 def _stream(row: Any) -> Stream:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from replicad.errors import DatabaseError, RowTooLong
 from replicad.streams.chunks import HEAD, Chunk, Enough, chunk_of, joined, line_token, whole_ids
 from replicad.streams.row_text import Range
-from replicad.streams.store import TableRows
+from replicad.streams.table_rows import TableRows
 
 OVERSHOOT = 2  # a COPY is cancelled when it exceeds the wanted size by this factor; usually its limit of rows ends it
 BLOCKS_TIME = 5.0  # seconds to read a piece in blocks; it takes a hundredth, unless rows have become gigantic

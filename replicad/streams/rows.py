@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
 from replicad.errors import DatabaseError, RowTooLong
-from replicad.postgres.bridge import Sink, load_sql
-from replicad.postgres.failures import Target
+from replicad.postgres.bridge import load_sql
 from replicad.postgres.owners import AsOwner
+from replicad.postgres.statements import Queries
 from replicad.streams import writer_ranges
 from replicad.streams.chunks import Chunk, Enough, LineCutter, chunk_of, no_longer, whole_ids
 from replicad.streams.row_text import MASTER, Range, RowText
@@ -28,25 +28,6 @@ GROWTH: Final = 8  # the next block has so many times the bytes when not even on
 ChunkSink = Callable[["Chunk"], Awaitable[None]]
 
 
-class Reads(Protocol):
-    """A `Database` or a `Connection`."""
-
-    @property
-    def target(self) -> Target: ...
-
-    async def fetch(self, sql: str, *args: object) -> list[Any]: ...
-
-    async def fetch_value(self, sql: str, *args: object) -> Any: ...
-
-    async def copy_out(
-        self, query: str, *args: object, sink: Sink, timeout: float | None = None, lock: str | None = None
-    ) -> int: ...
-
-    async def copy_values(
-        self, query: str, *, sink: Sink, timeout: float | None = None, lock: str | None = None
-    ) -> None: ...
-
-
 def _above(begin: int, span: Range) -> Range:
     """The part of a range above an id; it may be empty."""
     low, high = span
@@ -59,7 +40,7 @@ class RowSource(RowText):
 
     async def copy_range(
         self,
-        db: Reads,
+        db: Queries,
         after: int,
         upto: int,
         sink: ChunkSink,
@@ -87,7 +68,7 @@ class RowSource(RowText):
 
     async def copy_vector(
         self,
-        db: Reads,
+        db: Queries,
         ranges: Mapping[str, Range],
         sink: ChunkSink,
         timeout: float | None = None,
@@ -114,7 +95,7 @@ class RowSource(RowText):
 
     async def copy_blocks(
         self,
-        db: Reads,
+        db: Queries,
         after: int,
         upto: int,
         sink: ChunkSink,
@@ -149,38 +130,45 @@ class RowSource(RowText):
             raise Enough
         return total
 
-    async def last_tokens(self, db: Reads, after: int, upto: int) -> dict[str, int]:
-        """The last id of each writer that has rows in (after, upto]. Reads the range; without instances, its end."""
+    async def last_tokens(self, db: Queries, after: int, upto: int) -> dict[str, int]:
+        """The last id of each writer that has rows in (after, upto]. Queries the range; without instances, its end."""
         if self.instance_column is None:
             token = await self._looks(db).fetch_value(self._look("rows_last_token"), after, upto)
             return {} if token is None else {MASTER: token}
         rows = await self._looks(db).fetch(self._look("rows_last_tokens", skip=self._skip(after, upto)), after, upto)
         return {row["writer"]: row["token"] for row in rows}
 
-    async def earliest(self, db: Reads) -> int | None:
+    async def earliest(self, db: Queries) -> int | None:
         """The oldest token after which nothing was trimmed; None when the stream was removed."""
         token: int | None = await self._looks(db).fetch_value(self._look("rows_earliest"), self.number)
         return token
 
-    async def count(self, db: Reads, after: int, upto: int, limit: int = COUNT_LIMIT) -> int:
+    async def count(self, db: Queries, after: int, upto: int, limit: int = COUNT_LIMIT) -> int:
         """The number of rows in (after, upto], at most `limit`."""
         return int(await self._looks(db).fetch_value(self._look("rows_count"), after, upto, limit))
 
-    async def ends(self, db: Reads, after: int, upto: int) -> tuple[int, int] | None:
+    async def ends(self, db: Queries, after: int, upto: int) -> tuple[int, int] | None:
         """The first and the last id in (after, upto]; None if there is none."""
         [row] = await self._looks(db).fetch(self._look("rows_ends"), after, upto)
         return None if row["first"] is None else (row["first"], row["last"])
 
-    def _looks(self, db: Reads) -> Reads | AsOwner:
+    def _looks(self, db: Queries) -> Queries | AsOwner:
         return db if self.reader is None else self._as_owner(db)
 
-    def _as_owner(self, db: Reads, bound: int = BLOCK) -> AsOwner:
+    def _as_owner(self, db: Queries, bound: int = BLOCK) -> AsOwner:
         assert self.reader is not None
         assert self.table_oid is not None
         return AsOwner(db, self.reader, self.table_oid, bound)
 
     async def _copy(
-        self, db: Reads, query: Callable[[int], str], after: int, sink: ChunkSink, timeout: float | None, *, once: bool
+        self,
+        db: Queries,
+        query: Callable[[int], str],
+        after: int,
+        sink: ChunkSink,
+        timeout: float | None,
+        *,
+        once: bool,
     ) -> int:
         """Copy the rows that `query` gives, which takes the id above which it begins. A reader gives them in blocks,
         unless `once`.
@@ -214,7 +202,7 @@ class RowSource(RowText):
             else:
                 bound *= GROWTH
 
-    async def _copy_query(self, db: Reads, query: str, sink: ChunkSink, timeout: float | None, bound: int) -> int:
+    async def _copy_query(self, db: Queries, query: str, sink: ChunkSink, timeout: float | None, bound: int) -> int:
         """Copy the rows of one query. Raises Enough if a reader gave no more than `bound` bytes of them."""
         cutter = LineCutter(max_row=self.max_row)
         given = 0
@@ -246,7 +234,7 @@ class RowSource(RowText):
             raise Enough
         return rows
 
-    async def _copy_few(self, db: Reads, after: int, upto: int, sink: ChunkSink, limit: int | None) -> int | None:
+    async def _copy_few(self, db: Queries, after: int, upto: int, sink: ChunkSink, limit: int | None) -> int | None:
         """`copy_range` of a few rows by a prepared statement. None, and nothing is sent, if they are not so few."""
         most = FEW if limit is None else min(FEW, limit)
         if not self.unique_ids or not 0 < upto - after <= most or self._skip(after, upto):
@@ -265,7 +253,7 @@ class RowSource(RowText):
             await sink(chunk)
         return data.count(b"\n")
 
-    async def _few_lines(self, db: Reads, after: int, upto: int) -> bytes | None:
+    async def _few_lines(self, db: Queries, after: int, upto: int) -> bytes | None:
         """The lines of a range; None if they are too many bytes."""
         if self.reader is not None:
             found, more = await self._as_owner(db, FEW_BYTES).lines(self.range_sql(after, upto))

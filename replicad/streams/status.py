@@ -17,11 +17,10 @@ from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaMissing, S
 from replicad.positions.horizon import Holder, HolderKind, Horizon, Reading
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import statement
-from replicad.streams import registry, troubles
+from replicad.streams.daemons import DaemonReports, Reported
 from replicad.streams.picture import StreamPicture
 from replicad.streams.queries import SCHEMA, Impatient, is_locked
-from replicad.streams.registry import Method, Published, Stream, horizon_source, row_source
-from replicad.streams.troubles import Reported
+from replicad.streams.registry import Method, Published, Registry, Stream, horizon_source, row_source
 from replicad.terminal.failures import as_commands
 
 OK = "ok"
@@ -70,7 +69,7 @@ async def overview(db: Database, *, schema: str = SCHEMA) -> Overview:
     Raises:
         SchemaMissing: streams are not installed in this database.
     """
-    streams = await registry.load_streams(Impatient(db), schema=schema)
+    streams = await Registry(Impatient(db), schema).load_streams()
     return await _look(db, list(streams.values()), schema)
 
 
@@ -81,7 +80,7 @@ async def list_streams(db: Database, *, schema: str = SCHEMA) -> list[StreamPict
 
 async def show(db: Database, name: str, *, schema: str = SCHEMA) -> StreamPicture:
     """One stream. Raises UnknownStream besides what `overview` raises."""
-    found = await _look(db, [await registry.load_stream(Impatient(db), name, schema=schema)], schema)
+    found = await _look(db, [await Registry(Impatient(db), schema).load_stream(name)], schema)
     return found.streams[0]
 
 
@@ -96,7 +95,7 @@ async def _look(db: Database, streams: list[Stream], schema: str) -> Overview:
 async def _see(db: Database, streams: list[Stream], schema: str) -> tuple[_Seen, tuple[str, ...]]:
     notes: list[str] = []
     looks = Impatient(db)
-    published = await registry.published(looks, schema=schema)
+    published = await Registry(looks, schema).published()
     lockers = await _lockers(looks, streams, schema)
     readings: Mapping[str, Reading] = {}
     whole: DatabaseError | None = None
@@ -115,7 +114,7 @@ async def _see(db: Database, streams: list[Stream], schema: str) -> tuple[_Seen,
         whole = error
     reported: dict[str, list[Reported]] = defaultdict(list)
     try:
-        for one in await troubles.load(looks, schema=schema):
+        for one in await DaemonReports(looks, schema).troubles():
             if one.kind == "stream":
                 reported[one.name].append(one)
             elif one.kind == "database":
@@ -125,7 +124,7 @@ async def _see(db: Database, streams: list[Stream], schema: str) -> tuple[_Seen,
         if isinstance(error, DatabaseUnavailable):
             raise
         notes.append(f"the troubles that daemons report cannot be shown: {error}")
-    daemon = await registry.daemon_connected(looks, schema=schema)
+    daemon = await Registry(looks, schema).daemon_connected()
     if not daemon:
         notes.append("no daemon is connected to this database; start one with `replicad serve`")
     now = await looks.fetch_value("SELECT clock_timestamp()")
@@ -285,7 +284,7 @@ async def _look_again(db: Database, found: list[StreamPicture], schema: str) -> 
     published: Mapping[str, Published] = {}
     while stuck and trio.current_time() < deadline:
         await trio.sleep(0.25)
-        published = await registry.published(Impatient(db), schema=schema)
+        published = await Registry(Impatient(db), schema).published()
         stuck = {name for name in stuck if name not in published or published[name].position == before[name]}
     result = []
     for status in found:

@@ -127,10 +127,10 @@ def netcat(daemon: Daemon) -> Connect:
 @pytest.fixture
 async def events(database: Database, daemon: Daemon) -> Database:
     """A table `events` that is the stream `events`; returns the database."""
-    from replicad.streams import registry
+    from replicad.streams.registry import Registry
 
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)")
-    await registry.add(database, "events", "public.events", "id", row="body")
+    await Registry(database).add("events", "public.events", "id", row="body")
     await daemon.publisher.find("events")
     return database
 

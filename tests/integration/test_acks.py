@@ -11,7 +11,7 @@ from replicad.cli import app
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.sender.intake import Upstream, client_upstream
-from replicad.streams import acks, registry, trimming
+from replicad.streams.registry import Registry
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import install, psql
 from tests.daemons import Daemon, Paces
@@ -29,13 +29,13 @@ def paces() -> Paces:
 async def known(database: Database, stream: str, **wanted: int | None) -> None:
     """Wait until the senders of a stream are these."""
     with trio.fail_after(PATIENCE):
-        while {one.instance: one.token for one in await acks.load(database, stream)} != wanted:
+        while {one.instance: one.token for one in await Registry(database).acks(stream)} != wanted:
             await trio.sleep(0.02)
 
 
 async def published(database: Database, position: int) -> None:
     with trio.fail_after(PATIENCE):
-        while "events" not in (found := await registry.published(database)) or found["events"].position < position:
+        while "events" not in (found := await Registry(database).published()) or found["events"].position < position:
             await trio.sleep(0.02)
 
 
@@ -53,7 +53,7 @@ async def test_an_ack_is_of_the_stream_that_it_names_or_that_its_connection_foll
     filled: Database, daemon: Daemon, netcat: Connect
 ) -> None:
     await filled.execute("CREATE TABLE federation (id bigserial PRIMARY KEY)")
-    await registry.add(filled, "federation", "public.federation", "id")
+    await Registry(filled).add("federation", "public.federation", "id")
     await daemon.publisher.find("federation")
     await filled.execute("INSERT INTO federation SELECT FROM generate_series(1, 9)")
     async with netcat() as one, netcat() as two, netcat() as all_streams:
@@ -81,7 +81,7 @@ async def test_an_ack_is_of_the_stream_that_it_names_or_that_its_connection_foll
 
 async def test_trimming_removes_what_all_senders_have_and_nothing_more(filled: Database, daemon: Daemon) -> None:
     async def removed() -> int:
-        return (await trimming.trim(filled, "events", acked=True)).rows
+        return (await Registry(filled).trim("events", acked=True)).rows
 
     assert await removed() == 0, "nobody is known"
     address = daemon.addresses[0]
@@ -112,8 +112,8 @@ async def test_trimming_removes_what_all_senders_have_and_nothing_more(filled: D
     assert await removed() == 5
     await filled.execute("DELETE FROM replicad.federation_sender")  # s2 is gone for good, and still in the way
     assert await removed() == 0
-    assert not await acks.forget(filled, "events", "s3")
-    assert await acks.forget(filled, "events", "s2")
+    assert not await Registry(filled).forget_acks("events", "s3")
+    assert await Registry(filled).forget_acks("events", "s2")
     assert await removed() == 15
 
 
@@ -163,11 +163,11 @@ async def test_a_restart_of_the_ids_takes_back_what_was_acknowledged(filled: Dat
         await known(filled, "events", s1=0)
         await filled.execute("INSERT INTO events (body) SELECT '2' FROM generate_series(1, 30)")
         await nc.until("RDATA events master 30 2")
-        assert (await trimming.trim(filled, "events", acked=True)).rows == 0
+        assert (await Registry(filled).trim("events", acked=True)).rows == 0
         await nc.send("FEDERATION_ACK s1 10")
         await known(filled, "events", s1=10)
         await published(filled, 30)
-    assert (await trimming.trim(filled, "events", acked=True)).rows == 10
+    assert (await Registry(filled).trim("events", acked=True)).rows == 10
 
 
 async def test_an_ack_of_the_history_before_a_fork_removes_no_row_of_the_one_after(
@@ -192,11 +192,11 @@ async def test_an_ack_of_the_history_before_a_fork_removes_no_row_of_the_one_aft
         await other.until("ERROR token_ahead: FEDERATION_ACK 131 is ahead of stream events, whose position is 130")
         await known(filled, "events", s1=90)
         await published(filled, 130)
-        assert (await trimming.trim(filled, "events", acked=True)).rows == 90
+        assert (await Registry(filled).trim("events", acked=True)).rows == 90
         await reader.send("FEDERATION_ACK s1 131", "FEDERATION_ACK s1 120")  # it was sent these rows
         await reader.until("ERROR token_ahead: FEDERATION_ACK 131 .*")
         await known(filled, "events", s1=120)
-        assert (await trimming.trim(filled, "events", acked=True)).rows == 30
+        assert (await Registry(filled).trim("events", acked=True)).rows == 30
 
 
 async def test_a_fork_leaves_all_rows_before_it_to_readers_that_come_later(

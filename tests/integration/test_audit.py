@@ -14,7 +14,7 @@ import trio
 
 from replicad.daemon.journal import Channel
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry, RetentionChange, Rewound
 from replicad.streams.row_pieces import Piece
 from replicad.streams.row_text import RowText
 from replicad.streams.rows import RowSource
@@ -171,10 +171,10 @@ async def test_the_audit_alone_finds_the_rows_of_a_swapped_table_and_readers_are
         remedy = re.search(r"run: replicad streams alter events --table (\S+);", lines[-1])
         assert remedy is not None
         await write(events, 1)  # waits
-        await registry.alter_table(events, "events", remedy[1])
+        await Registry(events).alter_table("events", remedy[1])
         reader.take("POSITION events master 8 0")
         await reader.read_until(lambda ids: ids == set(range(1, 10)))
-    assert (await registry.load_lineages(events))["events"].present.reason == "table_changed"
+    assert (await Registry(events).lineages())["events"].present.reason == "table_changed"
 
 
 async def test_a_table_that_was_swapped_and_swapped_back_is_no_loss(events: Database, daemon: Daemon) -> None:
@@ -218,7 +218,7 @@ async def test_the_audit_alone_finds_a_loss_and_readers_end_complete(
     why = daemon.troubles.why("stream", "events") or ""
     assert "readers that are past these ids were not sent them" in why
     assert "Readers are sent back to token" in why
-    lineage = (await registry.load_lineages(events))["events"]
+    lineage = (await Registry(events).lineages())["events"]
     assert [one.reason for one in lineage.generations] == ["added", "rows_skipped"]
     assert daemon.publisher.served["events"].tally.skipped in {1, 2, 3}
 
@@ -249,7 +249,7 @@ async def test_what_is_skipped_trimmed_removed_changed_or_shares_an_id_is_no_los
     await database.execute(
         "CREATE TABLE events (id bigserial, instance_name text, body jsonb); CREATE INDEX ON events (id)"
     )
-    await registry.add(database, "events", "public.events", "id", instance_column="instance_name", row="body")
+    await Registry(database).add("events", "public.events", "id", instance_column="instance_name", row="body")
     await daemon.publisher.find("events")
     async with netcat() as nc:
         await nc.send("REPLICATE events NOW")
@@ -328,7 +328,7 @@ async def test_a_reader_that_comes_back_after_rows_were_removed_is_told(
     await events.execute("DELETE FROM events" if emptied else "DELETE FROM events WHERE id <= 10")
     first = 20 if emptied else 10
     with trio.fail_after(PATIENCE):
-        while (await registry.load_stream(events, "events")).trimmed_upto != first:
+        while (await Registry(events).load_stream("events")).trimmed_upto != first:
             await trio.sleep(0.05)
     async with netcat() as nc:
         await nc.send(f"REPLICATE events {first - 1}")
@@ -341,7 +341,7 @@ async def test_a_reader_that_comes_back_after_rows_were_removed_is_told(
         await trio.sleep(0.5)
     await write(events, 1)
     await settled(daemon, 25)
-    assert (await registry.load_stream(events, "events")).trimmed_upto == first
+    assert (await Registry(events).load_stream("events")).trimmed_upto == first
 
 
 @pytest.mark.parametrize("paces", [Paces(streams=replace(QUICK.streams, kept_look=0.0))])
@@ -354,7 +354,7 @@ async def test_rows_that_were_removed_and_come_back_reach_old_and_new_readers(
     await settled(daemon, 30)
     await events.execute("CREATE TABLE copy AS TABLE events; TRUNCATE events")
     with trio.fail_after(PATIENCE):
-        while (await registry.load_stream(events, "events")).trimmed_upto != 30:
+        while (await Registry(events).load_stream("events")).trimmed_upto != 30:
             await trio.sleep(0.05)
     async with netcat() as follower:
         old = Reader(follower)
@@ -379,7 +379,7 @@ async def test_a_partition_that_was_detached_and_comes_back_is_read_from_the_beg
         "CREATE TABLE low PARTITION OF events FOR VALUES FROM (1) TO (11);"
         "CREATE TABLE high PARTITION OF events FOR VALUES FROM (11) TO (1000)"
     )
-    await registry.add(database, "events", "public.events", "id", row="body")
+    await Registry(database).add("events", "public.events", "id", row="body")
     await daemon.publisher.find("events")
     await write(database, 20)
     await settled(daemon, 20)
@@ -388,11 +388,11 @@ async def test_a_partition_that_was_detached_and_comes_back_is_read_from_the_beg
             await trio.sleep(0.05)
     await database.execute("ALTER TABLE events DETACH PARTITION low")
     with trio.fail_after(PATIENCE):
-        while (await registry.load_stream(database, "events")).trimmed_upto != 10:
+        while (await Registry(database).load_stream("events")).trimmed_upto != 10:
             await trio.sleep(0.05)
     await database.execute("ALTER TABLE events ATTACH PARTITION low FOR VALUES FROM (1) TO (11)")
     with trio.fail_after(PATIENCE):
-        while (await registry.load_stream(database, "events")).trimmed_upto != 0:
+        while (await Registry(database).load_stream("events")).trimmed_upto != 0:
             await trio.sleep(0.05)
         async with netcat() as nc:
             reader = Reader(nc)
@@ -406,10 +406,10 @@ async def test_a_trim_that_comes_after_the_look_at_the_lowest_id_stays(events: D
     with trio.fail_after(PATIENCE):
         while not await events.fetch_value("SELECT count(*) FROM replicad.stream_position WHERE position = 20"):
             await trio.sleep(0.05)
-    before = await registry.load_stream(events, "events")
+    before = await Registry(events).load_stream("events")
     await events.execute("SELECT replicad.stream_trim('events', 5); SELECT replicad.stream_trim('events', 5)")
-    assert await registry.keep(events, before, 1, 20, before.trimmed_upto) == registry.RetentionChange(None, None)
-    assert (await registry.load_stream(events, "events")).trimmed_upto == 5
+    assert await Registry(events).keep(before, 1, 20, before.trimmed_upto) == RetentionChange(None, None)
+    assert (await Registry(events).load_stream("events")).trimmed_upto == 5
 
 
 async def test_a_temporary_child_of_another_session_disturbs_nothing(events: Database, daemon: Daemon) -> None:
@@ -425,7 +425,7 @@ async def test_a_temporary_child_of_another_session_disturbs_nothing(events: Dat
 async def test_rows_are_only_reported_where_the_setting_says_so(start_daemon: Start, database: Database) -> None:
     async with start_daemon(late_rows="report") as daemon:
         await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")
-        await registry.add(database, "events", "public.events", "id", row="body")
+        await Registry(database).add("events", "public.events", "id", row="body")
         feed = await daemon.publisher.find("events")
         early = await database.fetch_value("SELECT nextval('events_id_seq')")
         await write(database, 3)
@@ -435,7 +435,7 @@ async def test_rows_are_only_reported_where_the_setting_says_so(start_daemon: St
             while not feed.late_rows:
                 await trio.sleep(0.05)
         assert "begin again at token 0" in (daemon.troubles.why("stream", "events") or "")
-        assert len((await registry.load_lineages(database))["events"].generations) == 1
+        assert len((await Registry(database).lineages())["events"].generations) == 1
 
 
 async def test_rows_that_are_never_read_are_delivered_once_and_reported(
@@ -460,7 +460,7 @@ async def test_rows_that_are_never_read_are_delivered_once_and_reported(
         await trio.sleep(1)
         await write(events, 1)
         await nc.until("RDATA events master 4 .*")
-    reasons = [one.reason for one in (await registry.load_lineages(events))["events"].generations]
+    reasons = [one.reason for one in (await Registry(events).lineages())["events"].generations]
     assert reasons == ["added", "rows_skipped"]
 
 
@@ -469,18 +469,18 @@ async def test_a_writer_that_breaks_its_rule_again_and_again_takes_readers_back_
 ) -> None:
     await write(events, 100)
     await settled(daemon, 100)
-    stream = await registry.load_stream(events, "events")
-    first = await registry.rewind(events, stream, 50)
+    stream = await Registry(events).load_stream("events")
+    first = await Registry(events).rewind(stream, 50)
     assert first.generation is not None
-    assert await registry.rewind(events, stream, 40) == registry.Rewound(None, None), "another daemon did it"
-    stream = await registry.load_stream(events, "events")
-    second = await registry.rewind(events, stream, 40)
+    assert await Registry(events).rewind(stream, 40) == Rewound(None, None), "another daemon did it"
+    stream = await Registry(events).load_stream("events")
+    second = await Registry(events).rewind(stream, 40)
     assert second.generation is None
     assert second.wait is not None
     assert 5 < second.wait <= 10
     await events.execute("UPDATE replicad.stream_generation SET created_at = created_at - interval '11 s'")
-    assert (await registry.rewind(events, stream, 40)).generation is not None
-    stream = await registry.load_stream(events, "events")
-    third = await registry.rewind(events, stream, 30)
+    assert (await Registry(events).rewind(stream, 40)).generation is not None
+    stream = await Registry(events).load_stream("events")
+    third = await Registry(events).rewind(stream, 30)
     assert third.wait is not None
     assert 15 < third.wait <= 20

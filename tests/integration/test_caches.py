@@ -29,7 +29,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
 from replicad.retry import Backoff
-from replicad.streams import trimming
+from replicad.streams.registry import Registry
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
@@ -340,7 +340,7 @@ async def trim(url: str, upto: int) -> None:
         with trio.fail_after(PATIENCE):
             while True:
                 with suppress(StreamRefused):
-                    await trimming.trim(owner, "caches", before=upto)
+                    await Registry(owner).trim("caches", before=upto)
                     return
                 await trio.sleep(0.05)
 

@@ -19,7 +19,7 @@ from replicad.errors import BadToken, CursorAhead, LeaseHeld, LeaseLost, Partiti
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import START, Cursor
 from replicad.retry import Backoff
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
@@ -138,7 +138,7 @@ async def test_every_stream_is_followed_and_those_that_are_added_and_removed(
 
     async def add(name: str) -> None:
         await events.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, body jsonb)")
-        await registry.add(events, name, f"public.{name}", "id", row="body")
+        await Registry(events).add(name, f"public.{name}", "id", row="body")
 
     client = await trio.to_thread.run_sync(make_client)
     follower = await trio.to_thread.run_sync(partial(client.follow, None, also=(StreamsChanged,)))
@@ -164,7 +164,7 @@ async def test_every_stream_is_followed_and_those_that_are_added_and_removed(
         while (event := await step()).stream != "later":
             pass
         assert event == RowBatch("later", "master", 1, ["7"])
-        await registry.remove(events, "later")
+        await Registry(events).remove("later")
         event = await step()
         while not isinstance(event, StreamsChanged):
             event = await step()

@@ -23,7 +23,7 @@ from replicad.presence.roster import Change
 from replicad.redis.work import PublisherBook
 from replicad.sender.items import START, Order, Pdu
 from replicad.sender.store import Entry, Recording, SenderStore, open_store
-from replicad.streams import acks, registry
+from replicad.streams.registry import ReaderAck, Registry, Stream
 from replicad.tubes.commands import Part
 from replicad.tubes.leases import LeaseBook, LeaseHolder
 from replicad.tubes.pods import PodBook
@@ -65,7 +65,7 @@ class Everything:
     """An installation with all parts, in which each kind of write is possible."""
 
     db: Database
-    stream: registry.Stream
+    stream: Stream
     store: SenderStore
     term: int  # of the lease of tube a
 
@@ -78,7 +78,7 @@ async def everything(lazy_url: str) -> AsyncIterator[Everything]:
         await db.execute("DELETE FROM replicad.federation_sender; DELETE FROM replicad.federation_destination")
         await db.execute("SELECT tube.a_touch(0, ARRAY[1, 2]::bigint[], 'T'), tube.a_touch(0, ARRAY[3]::bigint[], 'T')")
         lease = await LeaseBook(db, "tube").claim("a", Part(0, 1), LeaseHolder("me", "c1"), 60.0, [])
-        stream = await registry.load_stream(db, "events")
+        stream = await Registry(db).load_stream("events")
         with suppress(DatabaseError):  # the crash ends the session that it lets go of at the end
             async with open_store(db, "replicad", "s1", ["s1"], ["events"]) as store:
                 await store.begin("events", 0)
@@ -86,16 +86,16 @@ async def everything(lazy_url: str) -> AsyncIterator[Everything]:
 
 
 async def note_ack(at: Everything) -> None:
-    await acks.note(at.db, [acks.ReaderAck(at.stream.name, at.stream.epoch, "s1", 1)])
-    assert await acks.load(at.db, at.stream.name)
+    await Registry(at.db).note_acks([ReaderAck(at.stream.name, at.stream.epoch, "s1", 1)])
+    assert await Registry(at.db).acks(at.stream.name)
 
 
 async def note_position(at: Everything) -> None:
-    assert await registry.publish(at.db, at.stream, 1, {})
+    assert await Registry(at.db).publish(at.stream, 1, {})
 
 
 async def begin_generation(at: Everything) -> None:
-    assert (await registry.fork(at.db, at.stream, "a test")).epoch != at.stream.epoch
+    assert (await Registry(at.db).fork(at.stream, "a test")).epoch != at.stream.epoch
 
 
 async def take_slots(at: Everything) -> None:

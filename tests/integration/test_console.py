@@ -17,7 +17,7 @@ from replicad.config.logs import RECENT
 from replicad.config.settings import Address, ServerSettings
 from replicad.operations.http.console import BODY, FILES, MOST_PARKED
 from replicad.postgres.bridge import Database
-from replicad.streams import troubles
+from replicad.streams.daemons import DaemonReports, Row
 from tests.conftest import PATIENCE
 from tests.console_scene import PACES
 from tests.daemons import Daemon, Paces
@@ -158,8 +158,8 @@ async def test_status_has_what_the_console_shows(events: Database, daemon: Daemo
     await make_tube(events, "orders", 1)
     await events.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
     await events.execute("SELECT tube.tube_table_ensure_attached('orders', 'orders', 1)")
-    row = troubles.Row("stream", "events", "rows", "row_unreadable", "row 7 cannot be read", 60.0)
-    await troubles.write(events, "other.example pid 7 0a0b0c0d", [row])
+    row = Row("stream", "events", "rows", "row_unreadable", "row 7 cannot be read", 60.0)
+    await DaemonReports(events).write_troubles("other.example pid 7 0a0b0c0d", [row])
     async with events.connection() as writer, writer.transaction():
         await events.execute("INSERT INTO tube.orders (op, shard, ids) VALUES ('B', 1, '{1}'), ('B', 1, '{2}')")
         await events.execute(

@@ -46,7 +46,8 @@ from replicad.postgres.connection import Connection, Notices
 from replicad.presence.repository import PresenceRepository
 from replicad.presence.service import PresenceIntervals
 from replicad.retry import Backoff
-from replicad.streams import acks, daemons, registry, store, troubles
+from replicad.streams.daemons import DaemonReports
+from replicad.streams.registry import Registry
 from replicad.streams.rows import RowSource
 from replicad.streams.serving import audit, catchups
 from replicad.streams.serving.audit import Audit
@@ -143,7 +144,7 @@ class World:
             await self.database.execute(
                 f"CREATE TABLE {name} (id bigserial PRIMARY KEY, writer text NOT NULL, body jsonb)"
             )
-            await registry.add(self.database, name, f"public.{name}", "id", row="body", instance_column="writer")
+            await Registry(self.database).add(name, f"public.{name}", "id", row="body", instance_column="writer")
             await self.database.execute(f"SELECT tube.tube_ensure_exists('{name}', 1)")
             await self.database.execute(
                 f"CREATE SCHEMA {name}_1; CREATE TABLE {name}_1.t (id bigint PRIMARY KEY);"
@@ -350,8 +351,8 @@ FAULTS = (
     Fault("poller", "poller", Horizon, "poll"),
     Fault("bell", "bell", Connection, "fetch_value", nothing, rings),
     Fault("WAL", "wal", Database, "fetch_value", write_to_victim, asks_for_wal, codes=DEFECTS),
-    Fault("publisher's loop", "publisher", store, "load_streams"),
-    Fault("publisher's notes", "publisher", registry, "publish", write_to_victim),
+    Fault("publisher's loop", "publisher", Registry, "load_streams"),
+    Fault("publisher's notes", "publisher", Registry, "publish", write_to_victim),
     Fault("feed", "victim", RowSource, "last_tokens", write_to_victim, of_victim),
     Fault("lane", "victim", RowSource, "copy_vector", write_to_victim, of_victim),
     Fault("late rows", "late_rows", Audit, "_forget"),
@@ -386,9 +387,9 @@ FAULTS = (
         lambda _, sql, *args: "pg_notify" in sql,
     ),
     Fault("relay: listen", "relay: listen", Notices, "next", notify),
-    Fault("acks", "acks", acks, "note", say("FEDERATION_ACK w{n} 0 victim")),
-    Fault("trouble book", "troubles", troubles, "write", cause_trouble),
-    Fault("beats", "beats", daemons, "beat"),
+    Fault("acks", "acks", Registry, "note_acks", say("FEDERATION_ACK w{n} 0 victim")),
+    Fault("trouble book", "troubles", DaemonReports, "write_troubles", cause_trouble),
+    Fault("beats", "beats", DaemonReports, "beat"),
     Fault("accept", "", Acceptor, "_accept_waiting", knock, codes=(CODES - {"OSError"}) | {"accept_failed"}),
     Fault("session: reader", "", Session, "_take", talk, is_victim, codes=DEFECTS),
     Fault("session: writer", "", Outbox, "_take_posted", talk, lambda outbox: is_victim(outbox._owner), codes=DEFECTS),

@@ -17,7 +17,8 @@ from replicad.errors import ConnectionLost, DatabaseUnavailable
 from replicad.operations.doctor.checks import CHECKS, Check, Finding, Level, examine
 from replicad.operations.doctor.seen import Evidence, Thresholds
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams import registry, troubles
+from replicad.streams.daemons import DaemonReports, Row
+from replicad.streams.registry import Registry
 from tests import doctor_page as page
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE
@@ -45,8 +46,8 @@ class World:
             await self.db.execute(statement)
 
     async def reports(self, kind: str, name: str, cause: str, code: str) -> None:
-        row = troubles.Row(kind, name, cause, code, f"{name} is ill; see a doctor", 5.0)
-        await troubles.write(self.db, "daemon 1", [row])
+        row = Row(kind, name, cause, code, f"{name} is ill; see a doctor", 5.0)
+        await DaemonReports(self.db).write_troubles("daemon 1", [row])
 
     async def find(self, check: Check, *others: Check) -> list[Finding]:
         """What the check finds."""
@@ -63,7 +64,7 @@ async def world(database_url: str, database: Database) -> AsyncIterator[World]:
         "CREATE TABLE events (id bigserial PRIMARY KEY, body text)",
         "SELECT tube.tube_ensure_exists('orders', partitions => 2)",
     )
-    await registry.add(database, "events", "public.events", "id")
+    await Registry(database).add("events", "public.events", "id")
     yield made
     for role in ("doctor_poor", "doctor_blind"):
         if await database.fetch_value("SELECT count(*) FROM pg_roles WHERE rolname = $1", role):
@@ -292,9 +293,9 @@ async def _(world: World) -> None:
 
 async def test_a_sender_that_died_before_it_has_read_all_rows_is_told_of(world: World) -> None:
     await world.sql(SENDER[0])
-    stream = (await registry.load_streams(world.db))["events"]
+    stream = (await Registry(world.db).load_streams())["events"]
     for position, levels in ((1, [Level.FINE]), (2, [FAILING])):
-        assert await registry.publish(world.db, stream, position, {})
+        assert await Registry(world.db).publish(stream, position, {})
         assert [one.level for one in await world.find(BY_NAME["senders"])] == levels
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.daemons import Daemon
 
 from .conftest import Connect
@@ -16,7 +16,7 @@ async def two(database: Database, daemon: Daemon) -> Database:
     """Streams `odd`, whose row expression needs column k, and `calm`."""
     for name, row in (("odd", "json_build_object('k', t.k)"), ("calm", "to_json(t.k)")):
         await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, k int)")
-        await registry.add(database, name, f"public.{name}", "id", row=row)
+        await Registry(database).add(name, f"public.{name}", "id", row=row)
         await daemon.publisher.find(name)
     return database
 

@@ -21,7 +21,7 @@ from replicad.config.settings import parse_address
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.daemons import Daemon
 from tests.roles import as_daemon
 
@@ -98,7 +98,7 @@ async def test_a_killed_daemon_is_started_again_and_its_clients_resume_without_a
         seen: list[int] = []
         with serving(tmp_path, "--database", database_url) as first:
             address = await first.wait_ready()
-            await registry.add(database, "events", "public.events", "id", row="body")
+            await Registry(database).add("events", "public.events", "id", row="body")
             await database.execute("INSERT INTO events (body) SELECT '1' FROM generate_series(1, 1000)")
             async with connect(address) as nc:
                 seen += await follow(nc, 0, 1000)
@@ -121,7 +121,7 @@ async def test_a_killed_postmaster_is_survived_by_daemon_and_clients(tmp_path: P
         with EmbeddedPostgres(postgres_folder) as server:
             async with open_database(server.url, size=1, application_name="test") as database:
                 await add_events(database)
-                await registry.add(database, "events", "public.events", "id", row="body")
+                await Registry(database).add("events", "public.events", "id", row="body")
                 await database.execute("INSERT INTO events (body) VALUES ('1')")
             async with connect(address) as nc:
                 await nc.send("REPLICATE events EARLIEST")
@@ -328,7 +328,7 @@ async def test_a_standby_is_refused_with_the_reason(tmp_path: Path, postgres_fol
 async def test_a_slow_stream_does_not_hold_back_another(events: Database, daemon: Daemon) -> None:
     """A transaction that stays open on one stream; the other goes on, and the culprit is named."""
     await events.execute("CREATE TABLE others (id bigserial PRIMARY KEY, n int)")
-    await registry.add(events, "others", "public.others", "id")
+    await Registry(events).add("others", "public.others", "id")
     async with netcat_to(daemon) as nc:
         await nc.expect(*HELLO)
         await nc.send("REPLICATE events", "REPLICATE others")

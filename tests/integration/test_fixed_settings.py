@@ -12,8 +12,8 @@ from replicad.errors import DatabaseError
 from replicad.fixed_settings import FIXED
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.schema_text import PACKAGE
-from replicad.streams import registry
 from replicad.streams.chunks import Chunk
+from replicad.streams.registry import Registry, row_source
 from tests.conftest import psql
 from tests.roles import as_role
 
@@ -59,7 +59,7 @@ async def read(url: str, name: str) -> tuple[list[bytes], list[bytes]]:
     found: list[list[bytes]] = []
     async with open_database(url, size=1, application_name="reads") as db:
         for stream in (f"{name}_whole", f"{name}_row"):
-            source = registry.row_source(await registry.load_stream(db, stream))
+            source = row_source(await Registry(db).load_stream(stream))
             got: list[bytes] = []
 
             async def keep(chunk: Chunk, got: list[bytes] = got) -> None:
@@ -92,8 +92,8 @@ async def other_settings(database: Database) -> list[tuple[str, str]]:
 async def test_rows_are_the_same_text_whatever_is_set(
     database: Database, database_url: str, owner: str, way: str
 ) -> None:
-    await registry.add(database, f"{owner}_whole", f"{owner}.m", "id")
-    added = await registry.add(database, f"{owner}_row", f"{owner}.m", "id", row=ROW)
+    await Registry(database).add(f"{owner}_whole", f"{owner}.m", "id")
+    added = await Registry(database).add(f"{owner}_row", f"{owner}.m", "id", row=ROW)
     reader = added.stream.reader
     assert reader is not None
     await database.execute(

@@ -20,7 +20,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
 from replicad.retry import Backoff
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
@@ -37,7 +37,7 @@ async def facts(database: Database) -> Database:
     """A stream `facts` that several writers write to."""
     await schema.install(database, "stream")
     await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, who text, n int)")
-    await registry.add(database, "facts", "public.facts", "id", instance_column="who", row="to_json(t.n)")
+    await Registry(database).add("facts", "public.facts", "id", instance_column="who", row="to_json(t.n)")
     return database
 
 
@@ -216,7 +216,7 @@ async def test_a_client_of_the_original_protocol_follows_without_knowing_the_dif
     facts: Database, old_worker: OldWorker
 ) -> None:
     await facts.execute("CREATE TABLE caches (id bigserial PRIMARY KEY, body jsonb)")
-    await registry.add(facts, "caches", "public.caches", "id", row="body")
+    await Registry(facts).add("caches", "public.caches", "id", row="body")
     invalidation = ["get_user_by_id", ["@test:localhost:8823"], 1490197670513]
 
     def read() -> None:

@@ -19,7 +19,7 @@ from replicad.client.events import Reset, RowBatch
 from replicad.client.trio_client import TrioClient, open_client
 from replicad.config.settings import ServerSettings
 from replicad.postgres.bridge import Connection, Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 from tests.redis_servers import ModelRedis
@@ -181,7 +181,7 @@ async def test_every_reader_has_every_row_in_the_end(
             sessions[name] = await stack.enter_async_context(database.connection())
             await sessions[name].execute(f"SET application_name = '{name}'")
             await sessions[name].execute(INSERT, name)
-        await registry.add(database, "events", "public.events", "id", instance_column="instance_name", row="body")
+        await Registry(database).add("events", "public.events", "id", instance_column="instance_name", row="body")
         daemon = await stack.enter_async_context(start_daemon(**redis_of(model.url)))
         await wait_publishing(daemon)
         nursery = await stack.enter_async_context(trio.open_nursery())
@@ -193,7 +193,7 @@ async def test_every_reader_has_every_row_in_the_end(
             await wait_noted(database)
             await commit(sessions)
             await write(sessions, dice)  # mostly not noted any more, so it is not shared with the next generation
-            await registry.fork(database, await registry.load_stream(database, "events"), "restarted")
+            await Registry(database).fork(await Registry(database).load_stream("events"), "restarted")
             await daemon.publisher.look_at("events")
             await commit(sessions)
         there = {row["id"]: row["instance_name"] for row in await database.fetch("SELECT * FROM events")}

@@ -28,7 +28,7 @@ from replicad.operations.http import server, wire
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.sender.store import open_store
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from replicad.tubes.serving.service import TubeFigures
 from tests.conftest import PATIENCE, install, psql
 from tests.daemons import Daemon, Paces, open_daemon
@@ -197,7 +197,7 @@ async def test_a_transaction_that_holds_a_stream_back_is_shown_with_rows_and_sec
 
 async def test_a_locked_table_hides_the_waiting_rows_of_its_stream_alone(events: Database, daemon: Daemon) -> None:
     await events.execute("CREATE TABLE others (id bigserial PRIMARY KEY, body text)")
-    await registry.add(events, "others", "public.others", "id")
+    await Registry(events).add("others", "public.others", "id")
     await daemon.publisher.find("others")
     async with events.connection() as writer, writer.transaction(), events.connection() as locker:
         for name in ("events", "others"):
@@ -243,7 +243,7 @@ def own_postgres(postgres_folder: Path) -> Iterator[EmbeddedPostgres]:
 async def serving(url: str, settings: ServerSettings) -> AsyncIterator[Daemon]:
     async with open_database(url, size=1, application_name="test") as db:
         await db.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body text)")
-        await registry.add(db, "events", "public.events", "id")
+        await Registry(db).add("events", "public.events", "id")
         await db.execute("SELECT tube.tube_ensure_exists('orders', partitions => 1)")
     async with open_daemon(settings, url, paces=Paces()) as running:
         await ask_until(running.http, "/readyz", lambda one: one.status == 200)
@@ -431,7 +431,7 @@ async def test_probes_answer_whatever_word_is_sent_and_are_not_among_the_connect
                 for path in ("/livez", "/readyz", "/", "/console"):
                     assert (await ask(daemon.http, path, **bearer(word))).status == 200, path
         await database.execute("CREATE TABLE secret (id bigserial PRIMARY KEY)")
-        await registry.add(database, "secret", "public.secret", "id")
+        await Registry(database).add("secret", "public.secret", "id")
         await database.execute("ALTER TABLE secret RENAME COLUMN id TO other")
         await ask_until(daemon.http, "/readyz", lambda one: one.status == 503)
         refused = await ask(daemon.http, "/readyz", **bearer("probe.wrong"))
@@ -442,7 +442,7 @@ async def test_readiness_names_streams_only_to_who_has_proved_who_it_is(
     start_daemon: Start, database: Database
 ) -> None:
     await database.execute("CREATE TABLE secret (id bigserial PRIMARY KEY)")
-    await registry.add(database, "secret", "public.secret", "id")
+    await Registry(database).add("secret", "public.secret", "id")
     async with start_daemon(token=SECRET) as daemon:
         await database.execute("ALTER TABLE secret RENAME COLUMN id TO other")
         found = await ask_until(daemon.http, "/readyz", lambda one: one.status == 503)
@@ -454,7 +454,7 @@ async def test_a_client_of_the_access_file_needs_the_right_and_sees_the_names_th
     start_daemon: Start, events: Database, tmp_path: Path
 ) -> None:
     await events.execute("CREATE TABLE secret (id bigserial PRIMARY KEY)")
-    await registry.add(events, "secret", "public.secret", "id")
+    await Registry(events).add("secret", "public.secret", "id")
     word = bearer(f"ops.{SECRET}")
     async with start_daemon(access_file=tokens(tmp_path, '["status", "list events"]')) as daemon:
         await daemon.publisher.find("secret")

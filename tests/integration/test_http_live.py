@@ -17,7 +17,7 @@ import trio
 from replicad.config.access import AccessFile, read_access
 from replicad.config.settings import ServerSettings
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 from tests.sse import Event, EventSource, event_source
@@ -81,8 +81,8 @@ async def test_two_writers_and_batches_have_ids_that_name_both(database: Databas
         "CREATE TABLE at (stream_name text, instance_name text, stream_id bigint); GRANT SELECT ON at TO PUBLIC;"
         "INSERT INTO at VALUES ('events', 'a', 0), ('events', 'b', 0)"
     )
-    await registry.add(
-        database, "events", "public.events", "id", instance_column="instance_name", row="body",
+    await Registry(database).add(
+        "events", "public.events", "id", instance_column="instance_name", row="body",
         method="positions_table", positions_table="at",
     )  # fmt: skip
     positions = "UPDATE at SET stream_id = CASE instance_name WHEN 'a' THEN {} ELSE {} END"
@@ -163,7 +163,7 @@ async def test_two_tenants_read_their_own_streams_and_a_right_that_is_withdrawn_
     events: Database, start_daemon: Start, tmp_path: Path
 ) -> None:
     await events.execute("CREATE TABLE secret (id bigserial PRIMARY KEY, body text)")
-    await registry.add(events, "secret", "public.secret", "id")
+    await Registry(events).add("secret", "public.secret", "id")
     file = tmp_path / "access.toml"
     digests = [sha256(word.encode()).hexdigest() for word in (SECRET, SECRET[::-1])]
 

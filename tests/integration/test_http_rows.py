@@ -16,10 +16,9 @@ import trio
 from replicad.config.settings import ServerSettings
 from replicad.operations.http.streams import MOST_ROWS
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from replicad.streams.serving import row_pages
 from replicad.streams.serving.catchups import Catchups
-from replicad.streams.trimming import trim
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
@@ -130,7 +129,7 @@ async def test_pages_have_each_row_once_and_what_is_closed_is_kept_for_ever(
 async def test_writers_batches_and_large_rows_are_whole(database: Database, start_daemon: Start) -> None:
     await database.execute("CREATE TABLE events (id bigserial, instance_name text, body json)")
     await database.execute("CREATE INDEX ON events (id)")
-    await registry.add(database, "events", "public.events", "id", instance_column="instance_name", row="body")
+    await Registry(database).add("events", "public.events", "id", instance_column="instance_name", row="body")
     async with start_daemon() as daemon:
         feed = await daemon.publisher.find("events")
         await database.execute(
@@ -198,7 +197,7 @@ async def test_what_tcp_refuses_is_refused_with_a_status_and_its_code(events: Da
     # a fork: the token to go on with, as a client of TCP gets it
     epoch = feed.stream.epoch
     await events.execute("DELETE FROM events WHERE id > 10; SELECT setval('events_id_seq', 10)")
-    while feed.epoch(feed.channel) == epoch:
+    while feed.lane(linear=False).epoch == epoch:
         await feed.channel.wait_sealed()
     forked = await page(daemon, before)
     assert refused(forked) == (409, "bad_token")
@@ -211,9 +210,9 @@ async def test_what_tcp_refuses_is_refused_with_a_status_and_its_code(events: Da
     assert [row["token"] for row in again] == list(range(int(body["discard_after"]) + 1, 14))
     # trimmed rows: only what the daemon has noted as published may be trimmed
     with trio.fail_after(PATIENCE):
-        while (noted := (await registry.published(events)).get("events")) is None or noted.position < 13:
+        while (noted := (await Registry(events).published()).get("events")) is None or noted.position < 13:
             await trio.sleep(0.05)
-    await trim(events, "events", before=5)
+    await Registry(events).trim("events", before=5)
     expired = await page(daemon, f"{feed.stream.epoch}!3")
     assert refused(expired) == (410, "token_expired")
     assert json.loads(expired.text)["token"] == "EARLIEST"

@@ -11,9 +11,8 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
 from replicad.streams.lineage import Lineage
-from replicad.streams.registry import Stream
+from replicad.streams.registry import Registry, Stream
 from replicad.streams.serving.audit import Audit
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import Lane
@@ -77,8 +76,8 @@ class Watch:
 async def watch(db: Database, sql: str, method: str = "lock_watch", pace: StreamIntervals = StreamIntervals()) -> Watch:
     await schema.install(db, "stream")
     await db.execute(sql)
-    stream = (await registry.add(db, "events", "events", "id", method=method)).stream
-    return Watch(db, Feed(stream, (await registry.load_lineages(db))["events"]), pace)
+    stream = (await Registry(db).add("events", "events", "id", method=method)).stream
+    return Watch(db, Feed(stream, (await Registry(db).lineages())["events"]), pace)
 
 
 async def test_deletions_hide_no_late_row(database: Database) -> None:
@@ -245,8 +244,8 @@ async def test_rows_that_were_looked_at_in_another_history_are_counted_anew(data
     events = await far_below(database)
     stream = events.feed.stream
     await database.execute("INSERT INTO events VALUES (30000), (40000)")
-    events.feed.stream = await registry.fork(database, stream, "restarted")  # it shares nothing: nothing was noted
-    events.feed.lineage = (await registry.load_lineages(database))["events"]
+    events.feed.stream = await Registry(database).fork(stream, "restarted")  # it shares nothing: nothing was noted
+    events.feed.lineage = (await Registry(database).lineages())["events"]
     await events.counted(FAR)
     assert events.feed.late_rows == 0
     await database.execute("INSERT INTO events VALUES (30001)")
@@ -294,7 +293,7 @@ async def test_a_locked_table_delays_a_look_by_little_and_hides_nothing(database
 async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked_at(database: Database) -> None:
     events = await watch(database, PLAIN, pace=StreamIntervals(late_look=0.05, late_lasts=1.0))
     broken = replace(events.feed, stream=replace(events.feed.stream, name="broken", id_column="gone"))
-    events.late._feeds = {"broken": broken, "events": events.feed}
+    events.late._served = {"broken": broken, "events": events.feed}
     events.feed.sent_upto = 5
     async with trio.open_nursery() as nursery:
         nursery.start_soon(events.late.run)

@@ -20,7 +20,7 @@ from replicad.postgres.roles import Roles, script
 from replicad.sender.intake import client_upstream
 from replicad.sender.sender import Sender
 from replicad.sender.settings import Delivery, SenderBounds, SenderSettings
-from replicad.streams import registry, trimming
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon, open_daemon
 from tests.roles import as_role
@@ -77,9 +77,9 @@ async def test_every_feature_works_where_nobody_is_a_superuser(
         ):
             await streams(daemon, ours, writer)
             with trio.fail_after(PATIENCE):
-                while not (seen := (await registry.published(ours)).get("watched")) or seen.position < 1:
+                while not (seen := (await Registry(ours).published()).get("watched")) or seen.position < 1:
                     await trio.sleep(0.05)
-            assert (await trimming.trim(owner, "watched", before=1)).rows == 1
+            assert (await Registry(owner).trim("watched", before=1)).rows == 1
             await tube(daemon, ours, writer)
             await caches_and_sharing(daemon, ours, writer, url)
             await presence(daemon, ours)
@@ -91,10 +91,10 @@ async def test_every_feature_works_where_nobody_is_a_superuser(
 
 async def streams(daemon: Daemon, ours: Database, writer: Database) -> None:
     """All three methods."""
-    await registry.add(ours, "watched", "app.watched", "id", row="t.body")
-    await registry.add(ours, "reserved", "app.reserved", "id", row="t.body", method="reservation")
-    await registry.add(
-        ours, "published", "app.published", "id", instance_column="writer", row="t.body",
+    await Registry(ours).add("watched", "app.watched", "id", row="t.body")
+    await Registry(ours).add("reserved", "app.reserved", "id", row="t.body", method="reservation")
+    await Registry(ours).add(
+        "published", "app.published", "id", instance_column="writer", row="t.body",
         method="positions_table", positions_table="app.positions",
     )  # fmt: skip
     await writer.execute("INSERT INTO app.positions VALUES ('published', 'w', 0)")
@@ -172,7 +172,7 @@ async def presence(daemon: Daemon, ours: Database) -> None:
 
 
 async def sender(daemon: Daemon, ours: Database, writer: Database, url: str) -> None:
-    await registry.add(ours, "facts", "app.facts", "id", row="t.body")
+    await Registry(ours).add("facts", "app.facts", "id", row="t.body")
     await daemon.publisher.find("facts")
     async with Receiver().listening() as receiver, trio.open_nursery() as nursery:
         to = f"http://127.0.0.1:{receiver.port}/{{destination}}/{{transaction}}"

@@ -16,7 +16,7 @@ from replicad.client.events import Reset, RowBatch
 from replicad.client.trio_client import open_client
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.streams import registry, stream_writers
+from replicad.streams.registry import Registry, StreamRefused
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.daemons import Daemon, Paces
 
@@ -31,7 +31,7 @@ async def facts(database: Database) -> Database:
     """A stream `facts` that any number of writers write to."""
     await schema.install(database, "stream")
     await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, who text, n int)")
-    await registry.add(database, "facts", "public.facts", "id", instance_column="who", row="to_json(t.n)")
+    await Registry(database).add("facts", "public.facts", "id", instance_column="who", row="to_json(t.n)")
     return database
 
 
@@ -138,7 +138,7 @@ async def test_a_stream_without_a_writer_answers_with_the_position_of_master(
         nc = await stack.enter_async_context(peer(daemon))
         await nc.send("REPLICATE facts linear")
         await nc.until("POSITION facts \\* 0 0")
-    assert (await registry.load_stream(facts, "facts")).writers == {"master": 1}
+    assert (await Registry(facts).load_stream("facts")).writers == {"master": 1}
 
 
 async def test_where_there_is_no_stream_replicate_is_answered_by_a_ping_that_says_so(
@@ -159,7 +159,7 @@ async def test_many_streams_that_appear_at_once_cut_nobody_who_follows_all(
         for number in (1, 2):
             await facts.execute(f"CREATE TABLE more{number} (id bigserial PRIMARY KEY, who text)")
             await facts.execute(f"INSERT INTO more{number} (who) SELECT 'w' || n FROM generate_series(1, 900) n")
-            await registry.add(facts, f"more{number}", f"public.more{number}", "id", instance_column="who")
+            await Registry(facts).add(f"more{number}", f"public.more{number}", "id", instance_column="who")
         with trio.fail_after(HANG):
             await nc.until("POSITION more1 w999? 900 900|POSITION more1 w99 .*")
             await nc.send("REPLICATE")
@@ -188,7 +188,7 @@ async def retired_can_be(facts: Database) -> None:
     """Until what was told is published, which a daemon does once a second."""
     with trio.fail_after(HANG):
         while True:
-            known = (await registry.published(facts)).get("facts")
+            known = (await Registry(facts).published()).get("facts")
             last = await facts.fetch_value("SELECT max(id) FROM facts")
             if known is not None and known.position >= last:
                 return
@@ -208,7 +208,7 @@ async def test_a_retired_writer_is_told_to_nobody_until_it_writes_again(
         await other.publisher.find("facts")
         await nc.send("REPLICATE facts")
         await nc.until("POSITION facts w3 .*")
-        await stream_writers.retire(facts, "facts", ["w2"], quiet=0)
+        await Registry(facts).retire_writers("facts", ["w2"], quiet=0)
         await nc.until("WRITERS facts [0-9a-f]+ master=1 w1=2 w3=4")
         await nc.expect("POSITION facts (w1|w3|master) 3 3")
         await listed(other, "master", "w1", "w3")
@@ -223,14 +223,14 @@ async def test_a_retired_writer_is_told_to_nobody_until_it_writes_again(
         assert told[0].startswith("WRITERS facts ")
         assert told[0].endswith(" master=1 w1=2 w2=3 w3=4"), "its number is its own"
         assert told[1].startswith("POSITION facts w2 ")
-        [again] = [one for one in await stream_writers.load(facts, "facts") if one.name == "w2"]
+        [again] = [one for one in await Registry(facts).writers("facts") if one.name == "w2"]
         assert (again.number, again.retired) == (3, False)
 
 
 async def test_a_token_that_names_a_retired_writer_resumes_without_missing_a_row(
     facts: Database, three: Daemon
 ) -> None:
-    await stream_writers.retire(facts, "facts", ["w2", "w3"], quiet=0)
+    await Registry(facts).retire_writers("facts", ["w2", "w3"], quiet=0)
     await listed(three, "master", "w1")
     for token, needed in (("1~3.2", {3}), ("0~2.1~3.2", {3}), ("0~2.3~1.3", {2, 3}), ("2~4.3", set())):
         async with peer(three) as nc:
@@ -243,23 +243,23 @@ async def test_a_token_that_names_a_retired_writer_resumes_without_missing_a_row
 
 
 async def test_who_may_still_write_is_not_retired_nor_is_the_last_one(facts: Database, three: Daemon) -> None:
-    refused = partial(pytest.raises, registry.StreamRefused)
+    refused = partial(pytest.raises, StreamRefused)
     with refused(match="nobody is known to be quiet"):
-        await stream_writers.retire(facts, "facts", ["w1"], quiet=3600)
+        await Registry(facts).retire_writers("facts", ["w1"], quiet=3600)
     await facts.execute("UPDATE replicad.stream_mark SET at = at - interval '2 hours', position = 1")
     with refused(match="writer w2 of stream facts has rows above 1, so it wrote not long ago"):
-        await stream_writers.retire(facts, "facts", ["w1", "w2"], quiet=3600)
+        await Registry(facts).retire_writers("facts", ["w1", "w2"], quiet=3600)
     with refused(match="has no writer 'nobody'"):
-        await stream_writers.retire(facts, "facts", ["w1", "nobody"], quiet=0)
+        await Registry(facts).retire_writers("facts", ["w1", "nobody"], quiet=0)
     with refused(match="without a writer"):
-        await stream_writers.retire(facts, "facts", ["master", "w1", "w2", "w3"], quiet=0)
+        await Registry(facts).retire_writers("facts", ["master", "w1", "w2", "w3"], quiet=0)
     async with facts.connection() as connection:
         await connection.execute("SET application_name = 'w1'; BEGIN")
         with refused(match="w1 .* has an open transaction"):
-            await stream_writers.retire(facts, "facts", ["w1"], quiet=0)
+            await Registry(facts).retire_writers("facts", ["w1"], quiet=0)
         await connection.execute("ROLLBACK; RESET application_name")
-    assert await stream_writers.idle_since(facts, "facts", 2) == ["master", "w1", "w2"]
-    assert await stream_writers.idle_since(facts, "facts", 3) == ["w1", "w2", "w3"], "one is left"
+    assert await Registry(facts).idle_writers("facts", 2) == ["master", "w1", "w2"]
+    assert await Registry(facts).idle_writers("facts", 3) == ["w1", "w2", "w3"], "one is left"
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,10 @@ async def test_a_writer_whose_row_may_still_come_is_not_retired(
     async with facts.connection() as connection:
         await connection.execute(f"SET application_name = '{name}'; BEGIN; INSERT INTO facts (who) VALUES ('w2')")
         await connection.execute(ending)
-        with pytest.raises(registry.StreamRefused, match=holder):
-            await stream_writers.retire(facts, "facts", ["w2"], quiet=0)
+        with pytest.raises(StreamRefused, match=holder):
+            await Registry(facts).retire_writers("facts", ["w2"], quiet=0)
         await connection.execute(undo)
-    assert await stream_writers.retire(facts, "facts", ["w2"], quiet=0) == 1
+    assert await Registry(facts).retire_writers("facts", ["w2"], quiet=0) == 1
 
 
 @pytest.mark.parametrize("linear", [False, True])
@@ -299,8 +299,8 @@ async def test_no_row_is_missed_while_writers_join_are_retired_and_become_too_ma
             if round_ % 4 == 3:
                 await retired_can_be(facts)
                 token = await facts.fetch_value("SELECT max(id) - 30 FROM facts")
-                idle = await stream_writers.idle_since(facts, "facts", token)
-                await stream_writers.retire(facts, "facts", idle, quiet=0)
+                idle = await Registry(facts).idle_writers("facts", token)
+                await Registry(facts).retire_writers("facts", idle, quiet=0)
                 await trio.sleep(1.5)
 
     async with (

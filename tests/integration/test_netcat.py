@@ -16,7 +16,7 @@ from replicad.config.settings import ServerSettings
 from replicad.daemon import daemon as daemon_module
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
@@ -45,7 +45,7 @@ async def seen(netcat: Connect, position: int, stream: str = "events") -> None:
 async def many(database: Database, daemon: Daemon) -> Database:
     """A table `many` that several writers write to, as the stream `many`."""
     await database.execute("CREATE TABLE many (id bigserial PRIMARY KEY, instance_name text, body jsonb)")
-    await registry.add(database, "many", "public.many", "id", instance_column="instance_name", row="body")
+    await Registry(database).add("many", "public.many", "id", instance_column="instance_name", row="body")
     await daemon.publisher.find("many")
     return database
 
@@ -81,11 +81,11 @@ async def test_a_stream_that_is_added_while_the_daemon_runs_reaches_who_follows_
 ) -> None:
     await nc.send("REPLICATE")
     await database.execute("CREATE TABLE later (id bigserial PRIMARY KEY, n int)")
-    await registry.add(database, "later", "public.later", "id")
+    await Registry(database).add("later", "public.later", "id")
     await nc.expect("POSITION later master 0 0")
     await database.execute("INSERT INTO later (n) VALUES (7)")
     await nc.expect_exactly('RDATA later master 1 {"id":1,"n":7}')
-    await registry.remove(database, "later")
+    await Registry(database).remove("later")
     await nc.expect("ERROR stream_refused: stream later is no longer served: it was removed")
     await nc.expect_end()
 
@@ -111,7 +111,7 @@ async def test_rows_of_one_token_are_one_batch_also_for_who_catches_up(database:
         "CREATE SEQUENCE batches_seq; CREATE TABLE batches (id bigint DEFAULT nextval('batches_seq'), n int)"
     )
     await database.execute("ALTER SEQUENCE batches_seq OWNED BY batches.id; CREATE INDEX ON batches (id)")
-    await registry.add(database, "batches", "public.batches", "id", row="to_json(n)")
+    await Registry(database).add("batches", "public.batches", "id", row="to_json(n)")
     expected = [
         "RDATA batches master batch 1", "RDATA batches master batch 2", "RDATA batches master 1 3",
         "RDATA batches master 2 4",

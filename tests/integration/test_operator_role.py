@@ -8,7 +8,7 @@ import pytest
 
 from replicad.postgres.bridge import Database
 from replicad.postgres.roles import Roles, script
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.commands import replicad_async
 from tests.conftest import psql
 from tests.daemons import Daemon
@@ -50,7 +50,7 @@ def url(database_url: str) -> Iterator[str]:
 
 
 async def prepare(db: Database, url: str, daemon: Daemon) -> None:
-    await registry.add(db, "orders", "app.orders", "id")
+    await Registry(db).add("orders", "app.orders", "id")
     await db.execute(
         "SELECT tube.tube_ensure_exists('t');"
         "SELECT tube.tube_table_ensure_attached('t', 'app.orders', 0, 'app.wanted(body)', 'length(body)')"
@@ -96,7 +96,7 @@ async def test_an_operator_sees_what_daemons_report(database: Database, daemon: 
 
 
 async def test_without_a_daemon_no_stream_is_ok_for_an_operator(database: Database, url: str) -> None:
-    await registry.add(database, "orders", "app.orders", "id")
+    await Registry(database).add("orders", "app.orders", "id")
     psql(as_role(url, "postgres"), script(Roles(DAEMON, owners=[OWNER], operators=[OPERATOR])))
     found = await replicad_async("streams", "list", "--json", "--database", url)
     assert '"state":"no_daemon"' in found.stdout.replace(" ", "")

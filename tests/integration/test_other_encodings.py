@@ -13,7 +13,7 @@ import trio
 
 from replicad.config.settings import ServerSettings
 from replicad.postgres.bridge import Connection, Database, load_sql, open_database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE, install, psql
 from tests.daemons import open_daemon
 from tests.roles import ROLES, as_daemon
@@ -51,8 +51,8 @@ async def db(bytes_url: str) -> Any:
     async with open_database(bytes_url, size=4, application_name="replicad test") as db:
         await db.execute("CREATE TABLE held (id bigserial PRIMARY KEY, body text)")
         await db.execute("CREATE TABLE calm (id bigserial PRIMARY KEY, body text)")
-        await registry.add(db, "held", "public.held", "id")
-        await registry.add(db, "calm", "public.calm", "id")
+        await Registry(db).add("held", "public.held", "id")
+        await Registry(db).add("calm", "public.calm", "id")
         yield db
 
 

@@ -23,7 +23,7 @@ from replicad.presence.reporter import open_presence
 from replicad.presence.repository import PresenceRepository
 from replicad.presence.service import PresenceIntervals
 from replicad.protocol.states import CloseReason
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import psql
 from tests.daemons import Daemon, Paces, open_daemon
 from tests.roles import ROLES, as_daemon
@@ -211,7 +211,7 @@ async def test_a_restart_with_the_data_intact_goes_on_where_the_stream_was(
 
 async def published(database: Database) -> int:
     with trio.fail_after(PATIENCE):
-        while not (at := (await registry.published(database)).get("presence")) or not at.position:
+        while not (at := (await Registry(database).published()).get("presence")) or not at.position:
             await trio.sleep(0.05)
     return at.position
 
@@ -255,7 +255,7 @@ async def set_back(database: Database, daemon: Daemon, disaster: str) -> None:
 async def test_trimming_keeps_those_who_are_online_in_the_stream(
     database: Database, database_url: str, daemon: Daemon
 ) -> None:
-    from replicad.streams.trimming import trim
+    from replicad.streams.registry import Registry
 
     await enable(database, daemon, **NEVER)
     async with netcat_to(daemon) as worker, following(daemon) as reader:
@@ -269,7 +269,7 @@ async def test_trimming_keeps_those_who_are_online_in_the_stream(
             while await published(database) < 3:
                 await trio.sleep(0.05)
         async with open_database(as_daemon(database_url), size=1, application_name="owner") as owner:
-            assert (await trim(owner, "presence", before=3)).rows == 3
+            assert (await Registry(owner).trim("presence", before=3)).rows == 3
         await told(reader, "@stays:b", "online")
         async with following(daemon) as late:
             await told(late, "@stays:b", "online")

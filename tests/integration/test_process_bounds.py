@@ -20,7 +20,7 @@ import trio
 
 from replicad.config.settings import parse_address
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.roles import as_daemon
 
 from .conftest import Netcat
@@ -219,7 +219,7 @@ async def test_a_terminal_that_is_closed_stops_it_with_a_word_to_clients(databas
 
 async def add_things(database: Database) -> None:
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")
-    await registry.add(database, "events", "public.events", "id", row="body")
+    await Registry(database).add("events", "public.events", "id", row="body")
     await database.execute("INSERT INTO events (body) VALUES ('1')")
 
 

@@ -37,8 +37,8 @@ from replicad.redis.link import RedisLink, open_redis, parse_redis
 from replicad.redis.messages import BOTH, Step, key_of
 from replicad.redis.publisher import RedisOutlet
 from replicad.redis.service import RedisFigures
-from replicad.streams import registry
-from replicad.streams.troubles import load as load_troubles
+from replicad.streams.daemons import DaemonReports
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 from tests.redis_servers import PROGRAM, WHY_NOT, ModelRedis, RealRedis, free_port, real_redis
@@ -127,7 +127,7 @@ async def listening(url: str, *channels: str) -> AsyncIterator[Listener]:
 async def add_events(database: Database, *names: str) -> None:
     for name in names or ("events",):
         await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, writer text, body text)")
-        await registry.add(database, name, f"public.{name}", "id", instance_column="writer", row="to_json(t.body)")
+        await Registry(database).add(name, f"public.{name}", "id", instance_column="writer", row="to_json(t.body)")
 
 
 async def write(database: Database, first: int, last: int, writer: str = "w1", table: str = "events") -> None:
@@ -300,7 +300,7 @@ async def test_clients_of_tcp_notice_nothing_of_a_redis_that_is_away_or_hangs(
         with trio.fail_after(
             PATIENCE
         ):  # the daemon writes its troubles to Postgres; `replicad doctor` reads them there
-            while not any(one.name == "redis" for one in await load_troubles(database)):
+            while not any(one.name == "redis" for one in await DaemonReports(database).troubles()):
                 await trio.sleep(0.02)
         with trio.fail_after(PATIENCE):
             while _publisher(daemon) is not None:  # another daemon might reach Redis
@@ -526,7 +526,7 @@ async def test_a_client_is_told_of_a_row_that_cannot_be_sent_as_on_tcp(
     redis: RealRedis | ModelRedis, start_daemon: Start, database: Database
 ) -> None:
     await database.execute("CREATE TABLE numbers (id bigserial PRIMARY KEY, n int)")
-    await registry.add(database, "numbers", "public.numbers", "id", row="to_json('row ' || t.id || left('', 1 / t.n))")
+    await Registry(database).add("numbers", "public.numbers", "id", row="to_json('row ' || t.id || left('', 1 / t.n))")
     async with AsyncExitStack() as stack:
         daemon = await stack.enter_async_context(start_daemon(**redis_of(redis.url)))
         address = str(daemon.addresses[0])

@@ -6,9 +6,9 @@ import pytest
 
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.streams import registry, store
-from replicad.streams.registry import Stream
-from replicad.streams.store import RegistryView
+from replicad.streams import daemon_registry
+from replicad.streams.daemon_registry import RegistryView
+from replicad.streams.registry import Registry, Stream
 
 STREAMS = 12
 
@@ -18,14 +18,14 @@ async def db(database: Database) -> Database:
     await schema.install(database, "stream", "replicad")
     for n in range(STREAMS):
         await database.execute(f"CREATE TABLE t{n} (id bigserial PRIMARY KEY, writer text, body text)")
-        await registry.add(database, f"s{n:02}", f"t{n}", "id", instance_column="writer")
+        await Registry(database).add(f"s{n:02}", f"t{n}", "id", instance_column="writer")
     return database
 
 
 @pytest.fixture
 def marks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look loads only the streams of which a mark has changed."""
-    monkeypatch.setattr(store, "IN_TURN", 1_000_000)
+    monkeypatch.setattr(daemon_registry, "IN_TURN", 1_000_000)
 
 
 CHANGES = (
@@ -52,10 +52,10 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES)
 async def test_each_change_is_found_at_the_next_look(db: Database, marks_alone: None, change: str) -> None:
-    view = RegistryView()
+    view = RegistryView(Registry(db), db)
     before = await settled(view, db)
     await db.execute(change)
-    found, truth = await view.look(db), await registry.load_streams(db)
+    found, truth = await view.look(), await Registry(db).load_streams()
     assert found == truth
     assert found != before
     untouched = {name for name in before.keys() & found.keys() if before[name] == truth[name]}
@@ -66,31 +66,31 @@ async def test_each_change_is_found_at_the_next_look(db: Database, marks_alone: 
 async def settled(view: RegistryView, db: Database) -> dict[str, Stream]:
     """Look until all marks are known."""
     for _ in range(3):
-        found = await view.look(db)
-    assert found == await registry.load_streams(db)
+        found = await view.look()
+    assert found == await Registry(db).load_streams()
     return found
 
 
 async def test_a_change_without_a_mark_is_found_where_the_stream_is_suspected_or_in_turn(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "IN_TURN", 1_000_000)
-    view = RegistryView()
+    monkeypatch.setattr(daemon_registry, "IN_TURN", 1_000_000)
+    view = RegistryView(Registry(db), db)
     await settled(view, db)
     stale = view._streams["s03"] = view._streams["s04"]
-    assert (await view.look(db))["s03"] is stale
-    assert (await view.look(db, {"s03"}))["s03"] == await registry.load_stream(db, "s03")
+    assert (await view.look())["s03"] is stale
+    assert (await view.look({"s03"}))["s03"] == await Registry(db).load_stream("s03")
     stale = view._streams["s03"] = view._streams["s04"]
-    monkeypatch.setattr(store, "IN_TURN", 1)
+    monkeypatch.setattr(daemon_registry, "IN_TURN", 1)
     for _ in range(STREAMS):
-        found = await view.look(db)
-    assert found["s03"] == await registry.load_stream(db, "s03")
+        found = await view.look()
+    assert found["s03"] == await Registry(db).load_stream("s03")
 
 
 async def test_a_failed_look_hides_no_change_from_the_next_one(
     db: Database, marks_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = RegistryView()
+    view = RegistryView(Registry(db), db)
     await settled(view, db)
     await db.execute("ALTER TABLE t3 RENAME TO other")
 
@@ -98,7 +98,7 @@ async def test_a_failed_look_hides_no_change_from_the_next_one(
         raise RuntimeError("the connection was lost between the two statements")
 
     with monkeypatch.context() as broken:
-        broken.setattr(store, "load_streams", fail)
+        broken.setattr(Registry, "load_streams", fail)
         with pytest.raises(RuntimeError):
-            await view.look(db)
-    assert (await view.look(db))["s03"].table == "public.other"
+            await view.look()
+    assert (await view.look())["s03"].table == "public.other"

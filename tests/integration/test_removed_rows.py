@@ -19,7 +19,7 @@ from replicad.errors import DataLoss, TokenExpired
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Vector
 from replicad.spark.offsets import StreamOffset
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE
@@ -146,7 +146,7 @@ async def test_a_reader_of_each_kind_that_comes_back_after_rows_were_removed_is_
 ) -> None:
     reader: Callable[[Daemon, ModelRedis, int], Awaitable[Told]] = KINDS[kind]
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body json)")
-    await registry.add(database, "events", "public.events", "id", row="body")
+    await Registry(database).add("events", "public.events", "id", row="body")
     async with start_daemon(**redis_of(model.url)) as daemon:
         await wait_publishing(daemon)
         await daemon.publisher.find("events")
@@ -156,7 +156,7 @@ async def test_a_reader_of_each_kind_that_comes_back_after_rows_were_removed_is_
                 await trio.sleep(0.05)
         await database.execute("DELETE FROM events WHERE id <= $1", REMOVED)
         with trio.fail_after(PATIENCE):
-            while (await registry.load_stream(database, "events")).trimmed_upto != REMOVED:
+            while (await Registry(database).load_stream("events")).trimmed_upto != REMOVED:
                 await trio.sleep(0.05)
         with trio.fail_after(PATIENCE):
             said, found = await reader(daemon, model, 5)

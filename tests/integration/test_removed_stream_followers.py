@@ -16,7 +16,7 @@ from replicad.client.events import Connected, Disconnected, RowBatch, StreamStop
 from replicad.client.trio_client import open_client
 from replicad.errors import UnknownStream
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.daemons import Daemon
 
 ALSO = (StreamStopped, Connected, Disconnected)
@@ -35,7 +35,7 @@ async def two(database: Database, daemon: Daemon) -> Database:
 
 
 async def add(database: Database, name: str) -> None:
-    await registry.add(database, name, f"public.{name}", "id", row="to_json(n)")
+    await Registry(database).add(name, f"public.{name}", "id", row="to_json(n)")
 
 
 @asynccontextmanager
@@ -86,7 +86,7 @@ async def test_the_other_stream_goes_on_over_one_connection_and_the_removed_one_
                 await two.execute(insert.format(name, 1))
             await wait_row(events, "calm", 1)
 
-            await registry.remove(two, "other")
+            await Registry(two).remove("other")
             n = 1
             while len(stops) < 4:
                 n += 1
@@ -121,6 +121,6 @@ async def test_tail_says_that_one_stream_stopped_and_that_the_others_go_on(
                     received.extend(more)
 
             await wait_for(b"following calm, other")
-            await registry.remove(two, "other")
+            await Registry(two).remove("other")
             await wait_for(b"replicad: stream other stopped, the others go on: there is no stream 'other'; ")
             process.terminate()

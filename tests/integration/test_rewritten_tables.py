@@ -19,8 +19,8 @@ import trio
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.statements import call_value
 from replicad.protocol.tokens import Cursor
-from replicad.streams import registry
 from replicad.streams.chunks import Chunk
+from replicad.streams.registry import Registry, row_source
 from replicad.streams.rows import FEW, RowSource
 from replicad.tubes.commands import Part
 from replicad.tubes.pods import PodBook, PodReadBounds, Span
@@ -170,8 +170,8 @@ async def test_each_read_of_a_stream_that_waits_for_a_rewrite_finds_all_rows(
     """Reads of our own role, and those that a reader does as the owner of the table."""
     layout, rewrite = REWRITES[kind]
     await db.execute(f"SET ROLE {owner}; {layout.format(rows=ROWS)}; RESET ROLE")
-    added = await registry.add(db, "events", "public.events", "id", instance_column="writer")
-    as_owner = replace(registry.row_source(added.stream), unique_ids=True)
+    added = await Registry(db).add("events", "public.events", "id", instance_column="writer")
+    as_owner = replace(row_source(added.stream), unique_ids=True)
     assert as_owner.reader is not None
     own = replace(as_owner, reader=None)
     assert (own.lock is None) == (layout is PARTITIONS)
@@ -203,10 +203,10 @@ async def test_a_role_with_rights_on_some_columns_reads_as_before(db: Database, 
         "SELECT ON ALL TABLES IN SCHEMA replicad",
     )
     await db.execute(PLAIN.format(rows=10) + "".join(f"; GRANT {grant} TO {owner}" for grant in grants))
-    await registry.add(db, "events", "public.events", "id", row="to_json(t.v)")
+    await Registry(db).add("events", "public.events", "id", row="to_json(t.v)")
     async with db.connection() as connection:
         await connection.execute(f"SET ROLE {owner}")
-        stream = await registry.load_stream(connection, "events")
+        stream = await Registry(connection).load_stream("events")
         assert not stream.plain
         rows = 0
 
@@ -214,7 +214,7 @@ async def test_a_role_with_rights_on_some_columns_reads_as_before(db: Database, 
             nonlocal rows
             rows += chunk.rows
 
-        await registry.row_source(stream).copy_range(connection, 0, ALL, count)
+        await row_source(stream).copy_range(connection, 0, ALL, count)
         await connection.execute("RESET ROLE")
     assert rows == 10
 
@@ -261,7 +261,7 @@ async def test_readers_of_a_daemon_get_each_row_that_is_written_around_a_rewrite
     database: Database, netcat: Connect, rows: int
 ) -> None:
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, v int)")
-    await registry.add(database, "events", "public.events", "id")
+    await Registry(database).add("events", "public.events", "id")
     insert = f"INSERT INTO events (v) SELECT n FROM generate_series(1, {rows}) n"
     async with netcat() as live, netcat() as late:
         await live.send("REPLICATE events NOW")

@@ -12,7 +12,8 @@ from replicad.errors import DatabaseError
 from replicad.operations.doctor.checks import DATABASE_CHECKS, Level
 from replicad.operations.doctor.seen import Evidence
 from replicad.postgres.bridge import Database
-from replicad.streams import registry, status
+from replicad.streams import status
+from replicad.streams.registry import Registry, row_source
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon
 from tests.roles import DAEMON
@@ -49,7 +50,7 @@ async def test_a_policy_that_comes_while_readers_follow_stops_the_stream_before_
 ) -> None:
     table = f"{team}.outbox"
     insert = f"SET ROLE {team}; SET app.tenant = 't1'; INSERT INTO {table} (tenant) VALUES ('t1'), ('t2')"
-    await registry.add(database, "outbox", table, "id")
+    await Registry(database).add("outbox", table, "id")
     async with netcat() as live, netcat() as late:
         await live.send("REPLICATE outbox NOW")
         await live.until("POSITION outbox master .*")
@@ -72,7 +73,7 @@ async def test_a_policy_that_comes_while_readers_follow_stops_the_stream_before_
         await database.execute(mended.format(team))
         got = await live.until("RDATA outbox master 4 .*")
         assert [line.split()[3] for line in got if line.startswith("RDATA")] == ["3", "4"]
-    assert (await registry.load_stream(database, "outbox")).denied is None
+    assert (await Registry(database).load_stream("outbox")).denied is None
     assert not await refused_by_doctor(database)
 
 
@@ -81,7 +82,7 @@ async def test_a_role_that_reads_a_table_of_a_superuser_under_a_policy_needs_byp
 ) -> None:
     await database.execute("CREATE TABLE plain (id bigserial PRIMARY KEY, tenant text)")
     await database.execute("ALTER TABLE plain ENABLE ROW LEVEL SECURITY")
-    await registry.add(database, "plain", "public.plain", "id")
+    await Registry(database).add("plain", "public.plain", "id")
     await database.execute("INSERT INTO plain (tenant) VALUES ('t1')")
     async with netcat() as nc:
         await nc.send("REPLICATE plain EARLIEST")
@@ -100,9 +101,9 @@ async def test_a_role_that_reads_a_table_of_a_superuser_under_a_policy_needs_byp
 async def test_no_read_is_filtered_by_a_policy_and_none_of_its_code_runs(database: Database, team: str) -> None:
     table = f"{team}.outbox"
     await database.execute(f"SET ROLE {team}; INSERT INTO {table} (tenant) VALUES ('t1'), ('t2'); RESET ROLE")
-    added = await registry.add(database, "outbox", table, "id")
+    added = await Registry(database).add("outbox", table, "id")
     await database.execute(FORCED.format(table))
-    source = registry.row_source(added.stream)
+    source = row_source(added.stream)
 
     async def drop(_: object) -> None: ...
 

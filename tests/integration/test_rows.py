@@ -12,9 +12,9 @@ from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.protocol.words import Side
-from replicad.streams import registry
 from replicad.streams.chunks import CHUNK, Chunk, chunk_of
 from replicad.streams.commands import Rdata
+from replicad.streams.registry import Registry, row_source
 from replicad.streams.row_text import wire_instance
 from replicad.streams.rows import RowSource
 from tests.vocabulary import parse
@@ -78,7 +78,7 @@ async def check_blocks(db: Database, source: RowSource, after: int, upto: int, d
 async def test_a_row_is_one_valid_line_whatever_it_holds(db: Database, row: str | None) -> None:
     await db.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body text, pretty json)")
     await db.execute("INSERT INTO events (body, pretty) VALUES ('1', '[]')")
-    source = registry.row_source((await registry.add(db, "events", "events", "id", row=row)).stream)
+    source = row_source((await Registry(db).add("events", "events", "id", row=row)).stream)
     for text in NASTY:
         pretty = json.dumps({"a": [text, "\0"]}, indent=2).replace("\n", "\r\n")  # U+0000 may stand in json, escaped
         await db.execute("INSERT INTO events (body, pretty) VALUES ($1, $2)", text, pretty)
@@ -100,10 +100,10 @@ async def test_expressions_are_taken_as_they_are_written(db: Database) -> None:
     await db.execute('CREATE TABLE events (id bigserial PRIMARY KEY, "t" text)')
     await db.execute("INSERT INTO events VALUES (1, 'x')")
     expression = """jsonb_build_object('$1 {id} %s \\', t, E'\\n', (SELECT max(id) FROM events)) -- the end"""
-    source = registry.row_source((await registry.add(db, "100%_it's", "events", "id", row=expression)).stream)
+    source = row_source((await Registry(db).add("100%_it's", "events", "id", row=expression)).stream)
     [line] = await lines(db, source, 0, 1)
     assert json.loads(line.row) == {"$1 {id} %s \\": "x", "\n": 1}
-    whole = registry.row_source((await registry.add(db, "whole", "events", "id")).stream)
+    whole = row_source((await Registry(db).add("whole", "events", "id")).stream)
     assert [line.row for line in await lines(db, whole, 0, 1)] == ['{"id":1,"t":"x"}'], "a column t hides no row"
 
 
@@ -112,8 +112,8 @@ async def test_rows_with_one_id_are_a_batch_and_batches_of_two_writers_do_not_mi
     ids = [1, 1, 1, 2, 3, 3, 4, 4, 4, 4, 6]
     who = ["a", "a", "a", "b", "a", "a", "a", "b", "a", "a", None]
     await db.execute("INSERT INTO events SELECT * FROM unnest($1::bigint[], $2::text[])", ids, who)
-    stream = (await registry.add(db, "events", "events", "id", instance_column="who", row="to_jsonb(n)")).stream
-    source = registry.row_source(stream)
+    stream = (await Registry(db).add("events", "events", "id", instance_column="who", row="to_jsonb(n)")).stream
+    source = row_source(stream)
     found = [(line.instance, line.token) for line in await lines(db, source, 0, 6)]
     assert found[:6] == [("a", None), ("a", None), ("a", 1), ("b", 2), ("a", None), ("a", 3)]
     assert found[6:10] == [("a", 4), ("b", 4), ("a", None), ("a", 4)], "a batch is consecutive and of one writer"
@@ -137,11 +137,11 @@ async def test_a_vector_of_ranges_gives_just_the_rows_in_them_in_order(db: Datab
     )
     written = [chance.choice(names) for _ in range(2000)]
     await db.execute("INSERT INTO events (who) SELECT unnest($1::text[])", written)
-    stream = (await registry.add(db, "events", "events", "id", instance_column="who")).stream
+    stream = (await Registry(db).add("events", "events", "id", instance_column="who")).stream
     assert set(stream.writers) == {wire_instance(name) for name in written}, (
         "W1 and w1 are two, whatever they compare as"
     )
-    source = registry.row_source(stream)
+    source = row_source(stream)
     for _ in range(6):
         ranges = {}
         for name in chance.sample([*stream.writers, "never wrote"], chance.randint(1, len(stream.writers))):
@@ -161,7 +161,7 @@ async def test_a_vector_of_ranges_gives_just_the_rows_in_them_in_order(db: Datab
 
 async def test_looks_at_a_range_are_answered_from_its_ends(db: Database) -> None:
     await db.execute("CREATE TABLE events (id bigint GENERATED ALWAYS AS IDENTITY (START 100) PRIMARY KEY)")
-    source = registry.row_source((await registry.add(db, "events", "events", "id")).stream)
+    source = row_source((await Registry(db).add("events", "events", "id")).stream)
     assert await source.earliest(db) == 99
     assert await source.last_tokens(db, 0, 1 << 62) == {}
     await db.execute("INSERT INTO events SELECT FROM generate_series(1, 500)")
@@ -173,7 +173,7 @@ async def test_looks_at_a_range_are_answered_from_its_ends(db: Database) -> None
     assert [line.token for line in await lines(db, source, {"master": (597, 700)})] == [598, 599]
     assert await lines(db, source, {"nobody": (0, 700)}) == []
     assert await lines(db, source, {}) == []
-    await registry.remove(db, "events")
+    await Registry(db).remove("events")
     assert await source.earliest(db) is None
 
 
@@ -187,8 +187,8 @@ async def test_a_range_is_read_along_the_index_and_nothing_is_sorted(db: Databas
     for table in ("one", "many"):
         await db.execute(f"INSERT INTO {table} (who) SELECT 'w' || n % 3 FROM generate_series(1, 40000) n")
         await db.execute(f"ANALYZE {table}")
-        stream = (await registry.add(db, table, table, "id", instance_column="who")).stream
-        source = registry.row_source(stream)
+        stream = (await Registry(db).add(table, table, "id", instance_column="who")).stream
+        source = row_source(stream)
         queries = [source.range_sql(15000, 25000), source.vector_sql({"w1": (15000, 25000), "w2": (14000, 24000)})]
         if source.unique_ids:
             queries.append(source.blocks_sql(15000, 25000, 1000, 5000))
@@ -204,7 +204,7 @@ async def test_a_range_is_read_along_the_index_and_nothing_is_sorted(db: Databas
 async def test_long_ranges_come_in_chunks_and_a_sink_that_fails_ends_the_reading(db: Database) -> None:
     await db.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")
     await db.execute("INSERT INTO events (body) SELECT '[\"0123456789\"]' FROM generate_series(1, 50000)")
-    source = registry.row_source((await registry.add(db, "events", "events", "id", row="body")).stream)
+    source = row_source((await Registry(db).add("events", "events", "id", row="body")).stream)
     sizes: list[int] = []
     tokens: list[int | None] = []
 
@@ -229,7 +229,7 @@ async def test_long_ranges_come_in_chunks_and_a_sink_that_fails_ends_the_reading
 async def test_a_row_whose_expression_fails_is_an_error_and_not_a_gap(db: Database) -> None:
     await db.execute("CREATE TABLE events (id bigserial PRIMARY KEY, n integer)")
     await db.execute("INSERT INTO events (n) VALUES (1), (2)")
-    source = registry.row_source((await registry.add(db, "events", "events", "id", row="to_jsonb(1 / n)")).stream)
+    source = row_source((await Registry(db).add("events", "events", "id", row="to_jsonb(1 / n)")).stream)
     await db.execute("INSERT INTO events (n) VALUES (0), (4)")
     with pytest.raises(DatabaseError, match="division by zero"):
         await lines(db, source, 0, 4)
@@ -242,6 +242,6 @@ async def test_no_row_is_lost_where_the_expression_of_a_row_raises_notices(db: D
         "CREATE TABLE events (id bigserial PRIMARY KEY, n int);"
         "INSERT INTO events (n) SELECT * FROM generate_series(1, 1000)"
     )
-    added = await registry.add(db, "events", "public.events", "id", row="told(t.n)")
-    found = await lines(db, registry.row_source(added.stream), 0, 1000)
+    added = await Registry(db).add("events", "public.events", "id", row="told(t.n)")
+    found = await lines(db, row_source(added.stream), 0, 1000)
     assert [row.row for row in found] == [str(n) for n in range(1, 1001)]

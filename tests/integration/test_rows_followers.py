@@ -14,7 +14,7 @@ from replicad.client.trio_client import open_client
 from replicad.errors import RowTooLong, RowUnreadable
 from replicad.postgres.bridge import Database
 from replicad.protocol.lines import LineTooLong
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.commands import replicad_async
 from tests.daemons import Daemon
 
@@ -24,7 +24,7 @@ async def risky(database: Database, daemon: Daemon) -> Database:
     """Streams `risky`, whose third row cannot be read, and `calm`."""
     for name, row in (("risky", "to_json(12 / n)"), ("calm", "to_json(n)")):
         await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, n int)")
-        await registry.add(database, name, f"public.{name}", "id", row=row)
+        await Registry(database).add(name, f"public.{name}", "id", row=row)
         await daemon.publisher.find(name)
     await database.execute("INSERT INTO risky (n) VALUES (1), (2), (0), (4)")
     return database
@@ -102,7 +102,7 @@ async def test_a_line_beyond_the_bound_of_a_client_names_stream_token_and_remedy
 ) -> None:
     monkeypatch.setattr(link, "MAX_ROW", 5000)  # as if the server had a higher bound than its clients
     await database.execute("CREATE TABLE big (id bigserial PRIMARY KEY, body text)")
-    await registry.add(database, "big", "public.big", "id", row="to_json(body)")
+    await Registry(database).add("big", "public.big", "id", row="to_json(body)")
     await database.execute("INSERT INTO big (body) VALUES ('x'), (repeat('y', 9000))")
     port = daemon.addresses[0].port
 

@@ -12,10 +12,10 @@ import trio
 from replicad.errors import DatabaseError, ReplicadError, TableReplaced
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams import registry
 from replicad.streams.chunks import Chunk
+from replicad.streams.registry import Registry, row_source
 from replicad.streams.rows import RowSource
-from replicad.streams.rows_probe import is_of_a_row
+from replicad.streams.table_rows import is_of_a_row
 
 SWAPS = 150
 
@@ -31,7 +31,7 @@ async def source(database: Database) -> RowSource:
         "INSERT INTO mine SELECT FROM generate_series(1, 500); "
         "INSERT INTO other SELECT FROM generate_series(1, 900)"
     )
-    return registry.row_source((await registry.add(database, "mine", "public.mine", "id")).stream)
+    return row_source((await Registry(database).add("mine", "public.mine", "id")).stream)
 
 
 async def read(db: Database, source: RowSource) -> list[str]:

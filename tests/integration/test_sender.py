@@ -21,7 +21,7 @@ from replicad.sender.intake import SenderIntake, client_upstream
 from replicad.sender.sender import Sender
 from replicad.sender.settings import Delivery, Routing, SenderBounds, SenderSettings
 from replicad.sender.store import SenderStore
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
@@ -49,7 +49,7 @@ async def facts(database: Database, daemon: Daemon) -> Database:
     """Streams `facts` and `typing`, of rows that say themselves where they go; returns the database."""
     for name in ("facts", "typing"):
         await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, body json)")
-        await registry.add(database, name, f"public.{name}", "id", row="body")
+        await Registry(database).add(name, f"public.{name}", "id", row="body")
         await daemon.publisher.find(name)
     return database
 

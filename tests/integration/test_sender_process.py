@@ -17,7 +17,7 @@ import trio
 
 from replicad.postgres.bridge import Database
 from replicad.sender.signing import derive
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
@@ -38,7 +38,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 @pytest.fixture
 async def facts(database: Database, daemon: Daemon) -> Database:
     await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, body json)")
-    await registry.add(database, "facts", "public.facts", "id", row="body")
+    await Registry(database).add("facts", "public.facts", "id", row="body")
     await daemon.publisher.find("facts")
     return database
 
@@ -137,7 +137,7 @@ async def test_senders_of_two_streams_that_are_killed_lose_nothing_though_receiv
 ) -> None:
     """Each fact is taken once or parked, and what is taken comes in order, for each stream by itself."""
     await facts.execute("CREATE TABLE more (id bigserial PRIMARY KEY, body json)")
-    await registry.add(facts, "more", "public.more", "id", row="body")
+    await Registry(facts).add("more", "public.more", "id", row="body")
     await daemon.publisher.find("more")
     chance = Random(17)
     names = ["a", "b", "c"]

@@ -26,7 +26,7 @@ from replicad.sender.items import (
     make_transaction,
 )
 from replicad.sender.store import Entry, Recorded, Recording, Restart, SenderStore, open_store
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 
 from ..federation_fakes import MemoryStore
 
@@ -462,7 +462,7 @@ async def test_after_a_fork_no_sender_of_the_source_gets_the_facts_of_another_un
 
 async def test_the_first_sender_that_follows_a_generation_speaks_for_all_of_its_source(database: Database) -> None:
     await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, body json)")
-    await registry.add(database, "facts", "public.facts", "id", row="body")
+    await Registry(database).add("facts", "public.facts", "id", row="body")
     number = await database.fetch_value("SELECT number FROM replicad.stream WHERE name = 'facts'")
     two = ["s1", "s2"]
     async with open_store(database, "replicad", "s1", two, ["facts"]) as one:
@@ -490,7 +490,7 @@ async def test_a_generation_that_the_database_does_not_know_is_not_followed(data
     """The daemon has not noticed yet that the database was restored. Nothing of what it says is written down."""
     for name in ("facts", "updates"):
         await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, body json)")
-        await registry.add(database, name, f"public.{name}", "id", row="body")
+        await Registry(database).add(name, f"public.{name}", "id", row="body")
     async with open_store(database, "replicad", "s1", ["s1"], ["facts", "updates"]) as store:
         epochs = dict(
             await database.fetch(
@@ -513,7 +513,7 @@ async def test_destinations_that_got_further_than_the_lowest_token_go_back_in_a_
 ) -> None:
     """After a change of the list the slowest sender's token counts. The server finds nothing void above it."""
     await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, body json)")
-    await registry.add(database, "facts", "public.facts", "id", row="body")
+    await Registry(database).add("facts", "public.facts", "id", row="body")
     number = await database.fetch_value("SELECT number FROM replicad.stream WHERE name = 'facts'")
     async with open_store(database, "replicad", "s1", ["s1", "s2"], ["facts"]) as one:
         await one.begin("facts", 0)
@@ -558,8 +558,8 @@ async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest_in_
     await schema.install(database, "stream", SCHEMA)
     await schema.install(database, "federation", SCHEMA)
     await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY)")
-    first = (await registry.add(database, "facts", "facts", "id", schema=SCHEMA)).stream
-    second = await registry.fork(database, first, "restored", schema=SCHEMA)
+    first = (await Registry(database, SCHEMA).add("facts", "facts", "id")).stream
+    second = await Registry(database, SCHEMA).fork(first, "restored")
     for name, token, epoch in (("a", 50, second.epoch), ("b", 70, first.epoch)):
         async with open_store(database, SCHEMA, name, ["a", "b"], ["facts"]) as store:
             assert (await store.recorded())["facts"] in (Recorded(None), Recorded(10, second.epoch))

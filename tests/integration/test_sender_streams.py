@@ -7,7 +7,7 @@ import pytest
 from replicad.postgres.bridge import Database
 from replicad.sender.items import START, Edu, Order, Pdu, make_transaction
 from replicad.sender.store import Entry, Recording, SenderStore, open_store
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.daemons import Daemon
 
 from ..federation_receiver import Receiver, Reply
@@ -29,7 +29,7 @@ from .test_sender_store import ALL
 async def two(facts: Database, daemon: Daemon) -> Database:  # noqa: F811
     """A second stream of facts, `more`."""
     await facts.execute("CREATE TABLE more (id bigserial PRIMARY KEY, body json)")
-    await registry.add(facts, "more", "public.more", "id", row="body")
+    await Registry(facts).add("more", "public.more", "id", row="body")
     await daemon.publisher.find("more")
     return facts
 

@@ -11,8 +11,8 @@ from replicad.errors import DatabaseError, DatabaseUnavailable, InstanceTaken, N
 from replicad.postgres import schema
 from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.sharding import ShardedWriter, admin, open_sharded_writer, slot_of
-from replicad.streams import next_id, registry
-from replicad.streams.registry import Method
+from replicad.streams import next_id
+from replicad.streams.registry import Method, Registry
 from tests.conftest import PATIENCE, psql
 from tests.sharding_checker import ROWS, SABOTAGE, check_rows, write_row
 
@@ -27,7 +27,7 @@ async def db(database: Database) -> Database:
     """A stream `events` whose writers share 16 slots, written as the checker wants it."""
     await schema.install(database, "stream")
     await database.execute(ROWS)
-    await registry.add(database, "events", "events", "id", instance_column="instance")
+    await Registry(database).add("events", "events", "id", instance_column="instance")
     await admin.enable(database, "events", SLOTS)
     return database
 
@@ -236,7 +236,7 @@ async def test_a_restart_of_every_session_costs_nobody_his_keys(db: Database, da
 
 async def test_ids_are_reserved_in_the_transaction_that_owns_the_key(db: Database) -> None:
     await db.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, key text)")
-    await registry.add(db, "facts", "facts", "id", method=Method.RESERVATION)
+    await Registry(db).add("facts", "facts", "id", method=Method.RESERVATION)
     await admin.enable(db, "facts", 4)
     async with open_sharded_writer(db, "facts", "a") as writer:
         async with writer.owning("room") as connection:
@@ -344,7 +344,7 @@ async def test_who_may_not_write_the_stream_can_neither_join_nor_expel_its_write
         "GRANT INSERT, SELECT ON others TO sharding_other; GRANT USAGE ON SEQUENCE others_id_seq TO sharding_other;"
         "GRANT SELECT ON events TO sharding_other"
     )
-    await registry.add(db, "others", "others", "id")
+    await Registry(db).add("others", "others", "id")
     await admin.enable(db, "others", SLOTS)
     calls = [
         "writer_join('events', 'b', '1 s')",

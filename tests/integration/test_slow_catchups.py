@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 from tests.roles import DAEMON
@@ -42,7 +42,7 @@ async def trickling(daemon: Daemon, *lines: str) -> AsyncIterator[trio.SocketStr
 
 async def make_stream(database: Database, row: str = "body") -> None:
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)")
-    await registry.add(database, "events", "public.events", "id", row=row)
+    await Registry(database).add("events", "public.events", "id", row=row)
     await database.execute(
         f"INSERT INTO events (body) SELECT to_jsonb(repeat('x', 400)) FROM generate_series(1, {ROWS})"
     )
@@ -155,7 +155,7 @@ async def test_a_burst_that_waits_for_a_slow_reader_holds_no_snapshot_and_lets_o
 ) -> None:
     async with start_daemon(journal_bytes=1 << 20, journal_pace=1, journal_patience=60.0) as daemon:
         await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")
-        await registry.add(database, "events", "public.events", "id", row="body")
+        await Registry(database).add("events", "public.events", "id", row="body")
         await daemon.publisher.find("events")
         address = daemon.addresses[0]
         held: list[float] = []

@@ -14,7 +14,8 @@ import trio
 from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, StreamRefused, UnknownStream
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.streams import registry, status
+from replicad.streams import status
+from replicad.streams.registry import Registry
 from replicad.streams.serving.served_stream import ServedStream
 from tests.conftest import psql
 from tests.daemons import Daemon
@@ -26,7 +27,7 @@ HANG = 60.0
 
 async def add(database: Database, name: str, **options: Any) -> None:
     await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, body jsonb)")
-    await registry.add(database, name, f"public.{name}", "id", row="body", **options)
+    await Registry(database).add(name, f"public.{name}", "id", row="body", **options)
 
 
 async def subscribe(nc: Netcat, name: str, token: str = "NOW") -> list[str]:
@@ -83,15 +84,15 @@ async def test_a_stream_is_removed_while_it_is_written_and_the_others_go_on(
 
         nursery.start_soon(write)
         for again in range(3):
-            await registry.remove(bystander, "events")
+            await Registry(bystander).remove("events")
             if again == 0:
                 await nc.until("ERROR stream_refused: stream events .*")
             await check()
             await bystander.execute("TRUNCATE events RESTART IDENTITY")
-            await registry.add(bystander, "events", "public.events", "id", row="body")
+            await Registry(bystander).add("events", "public.events", "id", row="body")
             await check()
         feed = await daemon.publisher.find("events")
-        assert feed.stream.number == (await registry.load_stream(bystander, "events")).number
+        assert feed.stream.number == (await Registry(bystander).load_stream("events")).number
         nursery.cancel_scope.cancel()
     async with netcat() as nc:
         await connected(nc, "events")
@@ -184,14 +185,14 @@ async def test_a_sequence_that_was_named_on_purpose_raises_no_alarm(database: Da
         "CREATE TABLE c (id bigint PRIMARY KEY)"
     )
     for table in "abc":
-        stream = (await registry.add(database, table, table, "id", sequence="mine")).stream
+        stream = (await Registry(database).add(table, table, "id", sequence="mine")).stream
         assert stream.fault is None
     await database.execute("ALTER TABLE b ALTER id DROP DEFAULT")
-    assert (await registry.load_stream(database, "b")).fault is None
-    stream = (await registry.add(database, "d", "a", "id")).stream
+    assert (await Registry(database).load_stream("b")).fault is None
+    stream = (await Registry(database).add("d", "a", "id")).stream
     assert stream.fault is None
     await database.execute("ALTER TABLE a ALTER id SET DEFAULT nextval('plain')")
-    faults = {name: stream.fault for name, stream in (await registry.load_streams(database)).items()}
+    faults = {name: stream.fault for name, stream in (await Registry(database).load_streams()).items()}
     assert [name for name, fault in faults.items() if fault] == ["d"]
 
 
@@ -254,16 +255,16 @@ async def test_looks_and_finds_at_once_leave_no_stream_watched_twice_or_not_at_a
         async with trio.open_nursery() as nursery:
             for n in range(20):
                 nursery.start_soon(find, n * 0.002)
-            nursery.start_soon(registry.add, events, "extra", "extra", "id")
+            nursery.start_soon(Registry(events).add, "extra", "extra", "id")
         with trio.fail_after(HANG):
             assert (await publisher.find("extra")).name == "extra"
         if turn % 2:
             async with trio.open_nursery() as nursery:
                 for n in range(20):
                     nursery.start_soon(find, n * 0.002)
-                nursery.start_soon(registry.remove, events, "extra")
+                nursery.start_soon(Registry(events).remove, "extra")
         else:
-            await registry.remove(events, "extra")
+            await Registry(events).remove("extra")
         await wait_for(lambda: "extra" not in publisher.served)
         with pytest.raises(UnknownStream):
             await publisher.find("extra")
@@ -296,8 +297,8 @@ async def test_the_publisher_begins_again_after_a_failure_and_streams_are_served
 async def test_a_reset_that_is_found_before_a_feed_is_made_gives_a_new_epoch(
     events: Database, start_daemon: Callable[..., Any]
 ) -> None:
-    stream = await registry.load_stream(events, "events")
-    await registry.publish(events, stream, 100, {"master": 100})
+    stream = await Registry(events).load_stream("events")
+    await Registry(events).publish(stream, 100, {"master": 100})
     async with start_daemon() as second:
         feed = await second.publisher.find("events")
         await wait_for(lambda: feed.stream.epoch != stream.epoch)
@@ -332,8 +333,8 @@ async def test_a_stream_that_the_role_may_not_read_is_reported_from_the_first_lo
     from tests.daemons import open_daemon
 
     async with open_daemon(settings, url_of(plain_role, database_url)) as daemon:
-        await registry.add(database, "denied", "denied", "id")
-        await registry.add(database, "granted", "granted", "id")
+        await Registry(database).add("denied", "denied", "id")
+        await Registry(database).add("granted", "granted", "id")
         await daemon.publisher.find("granted")
         async with netcat_to(daemon) as nc, netcat_to(daemon) as follower:
             await nc.expect("SERVER .*")

@@ -18,7 +18,8 @@ from replicad.client.trio_client import open_client
 from replicad.errors import StreamRefused
 from replicad.positions.horizon import Horizon
 from replicad.postgres.bridge import Database
-from replicad.streams import registry, status
+from replicad.streams import status
+from replicad.streams.registry import Registry, horizon_source
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
@@ -57,7 +58,7 @@ async def orders(database: Database) -> Database:
         "CREATE SCHEMA app; CREATE TABLE app.orders (id bigserial PRIMARY KEY, body text);"
         "INSERT INTO app.orders (body) SELECT 'old' FROM generate_series(1, 20)"
     )
-    await registry.add(database, "orders", "app.orders", "id")
+    await Registry(database).add("orders", "app.orders", "id")
     return database
 
 
@@ -69,8 +70,8 @@ async def run(db: Database, sql: str) -> None:
 async def test_no_position_passes_an_id_that_may_be_a_row_of_another_table(orders: Database, kind: str) -> None:
     """The poll itself finds out: its clock stands still, so that no check is due."""
     async with Horizon(orders, now=lambda: 0.0) as horizon:
-        stream = await registry.load_stream(orders, "orders")
-        horizon.watch("orders", registry.horizon_source(stream))
+        stream = await Registry(orders).load_stream("orders")
+        horizon.watch("orders", horizon_source(stream))
         assert (await horizon.poll())["orders"].position == 20
         await run(orders, SWAPS[kind])
         for _ in range(3):
@@ -86,13 +87,13 @@ async def test_no_position_passes_an_id_that_may_be_a_row_of_another_table(order
 @pytest.mark.parametrize("kind", HARMLESS)
 async def test_what_leaves_the_rows_where_they_are_stops_nothing(orders: Database, kind: str) -> None:
     async with Horizon(orders, now=lambda: 0.0) as horizon:
-        stream = await registry.load_stream(orders, "orders")
-        horizon.watch("orders", registry.horizon_source(stream))
+        stream = await Registry(orders).load_stream("orders")
+        horizon.watch("orders", horizon_source(stream))
         assert (await horizon.poll())["orders"].position == 20
         await run(orders, HARMLESS[kind])
         reading = (await horizon.poll())["orders"]
         assert (reading.refused, reading.position) == (None, 25)
-    assert (await registry.load_stream(orders, "orders")).fault is None
+    assert (await Registry(orders).load_stream("orders")).fault is None
 
 
 SWAPPED_POSITIONS = (
@@ -105,22 +106,22 @@ SWAPPED_POSITIONS = (
 async def test_a_table_of_positions_that_is_another_one_stops_its_stream_until_somebody_says_which_counts(
     orders: Database, database_url: str, follows: str
 ) -> None:
-    await registry.remove(orders, "orders")
+    await Registry(orders).remove("orders")
     await orders.execute(
         "CREATE TABLE app.at (stream_name text, instance_name text, stream_id bigint);"
         "INSERT INTO app.at VALUES ('orders', 'master', 20)"
     )
-    await registry.add(orders, "orders", "app.orders", "id", method="positions_table", positions_table="app.at")
+    await Registry(orders).add("orders", "app.orders", "id", method="positions_table", positions_table="app.at")
     clock = count()
     async with Horizon(orders, now=lambda: float(next(clock))) as horizon:
-        horizon.watch("orders", registry.horizon_source(await registry.load_stream(orders, "orders")))
+        horizon.watch("orders", horizon_source(await Registry(orders).load_stream("orders")))
         assert (await horizon.poll())["orders"].position == 20
         await run(orders, SWAPPED_POSITIONS)
         await orders.execute("UPDATE app.at SET stream_id = 25; UPDATE app.at_old SET stream_id = 23")
         with trio.fail_after(PATIENCE):
             while (reading := (await horizon.poll())["orders"]).refused is None:
                 pass
-    stream = await registry.load_stream(orders, "orders")
+    stream = await Registry(orders).load_stream("orders")
     assert "app.at is another relation now; the positions of the stream are in app.at_old" in str(reading.refused)
     remedies = re.findall(r"run: replicad (streams alter [^;]+)", str(stream.fault))
     if follows == "renamed back":
@@ -129,12 +130,12 @@ async def test_a_table_of_positions_that_is_another_one_stops_its_stream_until_s
         words = shlex.split(remedies[["the new one", "the old one"].index(follows)])
         done = await replicad_async(*words, "--database", database_url)
         assert done.returncode == 0, done.stderr
-    stream = await registry.load_stream(orders, "orders")
+    stream = await Registry(orders).load_stream("orders")
     assert stream.fault is None
     async with Horizon(orders) as horizon:
-        horizon.watch("orders", registry.horizon_source(stream))
+        horizon.watch("orders", horizon_source(stream))
         assert (await horizon.poll())["orders"].position == (25 if follows == "the new one" else 23)
-    assert len((await registry.load_lineages(orders))["orders"].generations) == 1, "no reader is taken back"
+    assert len((await Registry(orders).lineages())["orders"].generations) == 1, "no reader is taken back"
 
 
 @pytest.mark.parametrize(("kind", "same_rows"), [("renamed", True), ("renamed", False), ("schema renamed", False)])
@@ -158,7 +159,7 @@ async def test_readers_get_all_rows_of_the_new_table_when_the_printed_remedy_was
 
         nursery.start_soon(collect)
         with trio.fail_after(PATIENCE):
-            while len(rows) < 20 or (await registry.load_stream(orders, "orders")).noted != 20:
+            while len(rows) < 20 or (await Registry(orders).load_stream("orders")).noted != 20:
                 await trio.sleep(0.02)
             await run(orders, SWAPS[kind])
             while (problem := (await status.list_streams(orders))[0].problem) is None:
@@ -183,7 +184,7 @@ async def test_a_live_stream_asks_what_a_change_did_to_its_ids_and_readers_go_on
         "CREATE TABLE events (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body text);"
         "INSERT INTO events (body) SELECT 'x' FROM generate_series(1, 20)"
     )
-    await registry.add(database, "events", "events", "id")
+    await Registry(database).add("events", "events", "id")
     got: list[int] = []
     async with AsyncExitStack() as stack:
         address = (await stack.enter_async_context(start_daemon())).addresses[0]
@@ -200,7 +201,7 @@ async def test_a_live_stream_asks_what_a_change_did_to_its_ids_and_readers_go_on
 
         nursery.start_soon(collect)
         with trio.fail_after(PATIENCE):
-            while len(got) < 20 or (await registry.load_stream(database, "events")).noted != 20:
+            while len(got) < 20 or (await Registry(database).load_stream("events")).noted != 20:
                 await trio.sleep(0.02)
             await database.execute("ALTER TABLE events ALTER COLUMN id TYPE bigint")
             await database.execute("INSERT INTO events (body) VALUES ('while it waits')")
@@ -221,7 +222,7 @@ async def test_a_table_with_other_rows_is_not_taken_to_have_the_same(orders: Dat
     await run(orders, NEW + "UPDATE orders_new SET id = 21 WHERE id = 20")
     await orders.execute("INSERT INTO replicad.stream_position SELECT number, 0, 20, now() FROM replicad.stream")
     with pytest.raises(StreamRefused, match="do not have the same ids up to 20"):
-        await registry.alter_table(orders, "orders", "app.orders_new", same_rows=True)
+        await Registry(orders).alter_table("orders", "app.orders_new", same_rows=True)
 
 
 PARTS = """
@@ -236,15 +237,15 @@ PARTS = """
 
 async def test_a_partition_that_is_detached_stops_nothing(orders: Database) -> None:
     await orders.execute(PARTS)
-    await registry.add(orders, "visits", "app.visits", "id")
-    stream = await registry.load_stream(orders, "visits")
-    assert await registry.publish(orders, stream, 2, {})
+    await Registry(orders).add("visits", "app.visits", "id")
+    stream = await Registry(orders).load_stream("visits")
+    assert await Registry(orders).publish(stream, 2, {})
     await orders.execute("ALTER TABLE app.visits DETACH PARTITION app.visits_2")
-    assert (await registry.load_stream(orders, "visits")).fault is None
-    assert await registry.publish(orders, stream, 3, {})  # the files of the table are other ones from here on
-    assert (await registry.load_stream(orders, "visits")).fault is None
+    assert (await Registry(orders).load_stream("visits")).fault is None
+    assert await Registry(orders).publish(stream, 3, {})  # the files of the table are other ones from here on
+    assert (await Registry(orders).load_stream("visits")).fault is None
     await orders.execute("CREATE TABLE app.visits_copy (LIKE app.visits INCLUDING ALL)")
-    assert "app.visits_copy" in str((await registry.load_stream(orders, "visits")).fault)
+    assert "app.visits_copy" in str((await Registry(orders).load_stream("visits")).fault)
 
 
 @pytest.mark.parametrize(
@@ -259,10 +260,10 @@ async def test_a_part_with_ids_of_its_own_stops_the_stream_until_it_draws_from_t
     orders: Database, name: str, own: str, joins: str
 ) -> None:
     await orders.execute(PARTS)
-    await registry.add(orders, "visits", "app.visits", "id")
+    await Registry(orders).add("visits", "app.visits", "id")
     await orders.execute(f"CREATE TABLE app.own (id {own} NOT NULL, day int NOT NULL, body text); {joins}")
-    fault = (await registry.load_stream(orders, name)).fault
+    fault = (await Registry(orders).load_stream(name)).fault
     assert fault is not None
     assert "app.own" in fault
     await orders.execute(fault.partition("; run: ")[2])
-    assert (await registry.load_stream(orders, name)).fault is None
+    assert (await Registry(orders).load_stream(name)).fault is None

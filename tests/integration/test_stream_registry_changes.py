@@ -13,7 +13,7 @@ import trio
 from replicad.postgres.bridge import Database
 from replicad.postgres.programs import find_programs
 from replicad.protocol.tokens import Vector
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.daemons import Daemon
 
 from .conftest import Connect, Netcat
@@ -132,9 +132,9 @@ async def test_a_dump_that_is_restored_over_the_live_database_begins_a_generatio
     async with netcat() as nc, netcat() as later:
         await subscribe(nc)
         with trio.fail_after(HANG):
-            while (await registry.published(events)).get("events") is None:
+            while (await Registry(events).published()).get("events") is None:
                 await trio.sleep(0.05)
-            while (await registry.published(events))["events"].position < 100:
+            while (await Registry(events).published())["events"].position < 100:
                 await trio.sleep(0.05)
         before = daemon.publisher.served["events"].stream
 
@@ -165,7 +165,7 @@ async def test_the_registry_is_looked_at_before_anything_is_read_from_a_new_conn
 ) -> None:
     looked: list[str] = []
     publisher = daemon.publisher
-    serving = publisher._servings["events"]
+    serving = publisher._streams["events"]
     look, reading = publisher._look_once, serving._on_reading
 
     async def look_and_note() -> None:

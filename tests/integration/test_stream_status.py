@@ -19,7 +19,8 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
-from replicad.streams import registry, status
+from replicad.streams import status
+from replicad.streams.registry import Registry, row_source
 from replicad.streams.serving.served_stream import ServedStream
 from tests.commands import replicad
 from tests.conftest import PATIENCE, psql
@@ -43,13 +44,13 @@ def command(url: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("kind", ["serial", "bigserial"])
 async def test_ids_of_any_size_are_listed(db: Database, kind: str) -> None:
     await db.execute(f"CREATE TABLE small (id {kind} PRIMARY KEY)")
-    stream = (await registry.add(db, "small", "small", "id")).stream
+    stream = (await Registry(db).add("small", "small", "id")).stream
     await db.execute("INSERT INTO small SELECT FROM generate_series(1, 3)")
     assert (await status.show(db, "small")).lag_rows == 3
-    await registry.publish(db, stream, 2, {"master": 2})
+    await Registry(db).publish(stream, 2, {"master": 2})
     [found] = await status.list_streams(db)
     assert (found.position, found.lag_rows) == (2, 1)
-    source = registry.row_source(stream)
+    source = row_source(stream)
     assert await source.last_tokens(db, 0, (1 << 63) - 1) == {"master": 3}
 
 
@@ -57,7 +58,7 @@ async def test_rows_with_ids_above_the_sequence_are_said_to_wait_and_why(
     db: Database, daemon: Daemon, netcat: Connect
 ) -> None:
     await db.execute("CREATE TABLE small (id bigserial PRIMARY KEY)")
-    await registry.add(db, "small", "small", "id")
+    await Registry(db).add("small", "small", "id")
     await daemon.publisher.find("small")
     await db.execute("INSERT INTO small DEFAULT VALUES")
     async with netcat() as nc:
@@ -85,7 +86,7 @@ async def test_locked_tables_make_no_list_hang_and_their_holder_is_named(
     names = [f"t{n}" for n in range(12)]
     for name in names:
         await db.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY)")
-        await registry.add(db, name, name, "id")
+        await Registry(db).add(name, name, "id")
     for name in names:
         await daemon.publisher.find(name)
     async with open_database(database_url, size=1, application_name="the culprit") as other:
@@ -111,7 +112,7 @@ async def test_locked_tables_make_no_list_hang_and_their_holder_is_named(
                 await nc.until("RDATA t0 master 1 .*")
                 # what looks at all streams goes on: one more is served
                 await db.execute("CREATE TABLE late (id bigserial PRIMARY KEY)")
-                await registry.add(db, "late", "late", "id")
+                await Registry(db).add("late", "late", "id")
                 await nc.send("REPLICATE late")
                 await nc.until("POSITION late master 0 0")
         listed = await trio.to_thread.run_sync(command, database_url, "streams", "list", "--json")
@@ -126,7 +127,7 @@ async def test_copies_that_wait_for_locked_tables_keep_nothing_else_waiting(
     names = [f"t{n}" for n in range(10)]
     for name in [*names, "free"]:
         await db.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY)")
-        await registry.add(db, name, name, "id")
+        await Registry(db).add(name, name, "id")
     for name in [*names, "free"]:
         await daemon.publisher.find(name)
     async with (
@@ -163,7 +164,7 @@ async def test_copies_that_wait_for_locked_tables_keep_nothing_else_waiting(
             await nc.until(f"RDATA free master {token} .*")
             await trio.sleep(0.5)
         await db.execute("CREATE TABLE late (id bigserial PRIMARY KEY)")
-        await registry.add(db, "late", "late", "id")
+        await Registry(db).add("late", "late", "id")
         await nc.send("REPLICATE late")
         await nc.until("POSITION late master 0 0")
         done.set()
@@ -174,7 +175,7 @@ async def test_a_frozen_stream_shows_what_was_published_and_a_lag_and_the_reason
     db: Database, database_url: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await db.execute("CREATE TABLE events (id bigserial PRIMARY KEY)")
-    await registry.add(db, "events", "events", "id")
+    await Registry(db).add("events", "events", "id")
     await daemon.publisher.find("events")
     await db.execute("INSERT INTO events DEFAULT VALUES")
     with trio.fail_after(HANG):
@@ -205,7 +206,7 @@ async def test_a_role_that_may_not_read_the_troubles_sees_everything_else_and_a_
     db: Database, database_url: str, postgres_url: str
 ) -> None:
     await db.execute("CREATE TABLE events (id bigserial PRIMARY KEY)")
-    await registry.add(db, "events", "events", "id")
+    await Registry(db).add("events", "events", "id")
     role = f"looker_{abs(hash(database_url)) % 10**9}"
     psql(database_url, f"CREATE ROLE {role} LOGIN; GRANT SELECT ON events, events_id_seq TO {role}")
     try:
@@ -234,7 +235,7 @@ async def test_on_a_standby_the_list_says_so_for_every_stream(postgres_folder: P
         async with open_database(server.url, size=2, application_name="test") as database:
             await schema.install(database, "stream", "replicad")
             await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY)")
-            await registry.add(database, "events", "events", "id")
+            await Registry(database).add("events", "events", "id")
         copy = postgres_folder / "standby"
         copy.mkdir()
         await trio.run_process(

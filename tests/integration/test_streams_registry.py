@@ -23,8 +23,8 @@ from replicad.positions.horizon import LockSource
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.tokens import Vector
-from replicad.streams import registry, status
-from replicad.streams.registry import Method
+from replicad.streams import status
+from replicad.streams.registry import Method, Registry, horizon_source, row_source
 from replicad.terminal.failures import as_commands
 from tests.commands import replicad_async
 from tests.roles import DAEMON, as_daemon
@@ -41,27 +41,27 @@ async def db(database: Database) -> Database:
 async def test_one_call_makes_a_table_a_stream_that_every_daemon_sees(db: Database) -> None:
     await db.execute(EVENTS)
     await db.execute("INSERT INTO events (instance_name) VALUES ('b'), ('a'), ('b'), (NULL)")
-    added = await registry.add(
-        db, "events", "events", "id", instance_column="instance_name", row="jsonb_build_array(t.id, body)"
+    added = await Registry(db).add(
+        "events", "events", "id", instance_column="instance_name", row="jsonb_build_array(t.id, body)"
     )
     stream = added.stream
-    assert stream == (await registry.load_streams(db))["events"]
+    assert stream == (await Registry(db).load_streams())["events"]
     assert (stream.table, stream.sequence) == ("public.events", "public.events_id_seq")
     assert (stream.method, stream.row_type, stream.unique_ids) == (Method.LOCK_WATCH, "jsonb", True)
     assert stream.writers == {"a": 1, "b": 2, "master": 3}
     assert (stream.fault, stream.trimmed_upto) == (None, None)
     assert added.notes == ("rows without instance_name are sent as those of master",)
-    assert registry.horizon_source(stream) == LockSource(
+    assert horizon_source(stream) == LockSource(
         stream.table_oid, stream.sequence_oid, identity=stream.identity, has_sequence=True
     )
     assert Vector.parse(f"{stream.epoch}!5").epoch == stream.epoch
 
-    await registry.remove(db, "events")
-    assert await registry.load_streams(db) == {}
+    await Registry(db).remove("events")
+    assert await Registry(db).load_streams() == {}
     assert await db.fetch_value("SELECT count(*) FROM events") == 4
     with pytest.raises(UnknownStream, match="events"):
-        await registry.load_stream(db, "events")
-    again = (await registry.add(db, "events", "public.events", "id")).stream
+        await Registry(db).load_stream("events")
+    again = (await Registry(db).add("events", "public.events", "id")).stream
     assert again.epoch != stream.epoch, "tokens of the stream that was removed must not pass for this one's"
     assert again.writers == {"master": 1}
 
@@ -128,19 +128,19 @@ async def test_what_cannot_be_a_stream_is_refused_with_the_reason_and_a_remedy_t
         await db.execute("DELETE FROM replicad.stream")
         await db.execute(EVENTS)
         await db.execute("CREATE TABLE taken (id bigserial PRIMARY KEY)")
-        await registry.add(db, "taken", "taken", "id")
+        await Registry(db).add("taken", "taken", "id")
         if setup:
             await db.execute(setup)
         with pytest.raises(UsageError if re.search(NEVER, reason) else StreamRefused) as refused:
-            await registry.add(db, name, table, id_column, **arguments)  # type: ignore[arg-type]
+            await Registry(db).add(name, table, id_column, **arguments)  # type: ignore[arg-type]
         text = str(refused.value)
         assert re.search(reason, text), f"{reason} is not in: {text}"
         assert re.search(remedy, text), f"{remedy} is not in: {text}"
-        assert list(await registry.load_streams(db)) == ["taken"], "nothing is left of a refused stream"
+        assert list(await Registry(db).load_streams()) == ["taken"], "nothing is left of a refused stream"
         run = re.search(r"run: (.*?)(, or .*)?\.$", text)
         if run is not None:
             await db.execute(run[1])
-            await registry.add(db, name, table, id_column, **arguments)  # type: ignore[arg-type]
+            await Registry(db).add(name, table, id_column, **arguments)  # type: ignore[arg-type]
             mended += 1
     assert mended == sum("run: " in remedy for _, _, _, remedy in REFUSALS) >= 9
 
@@ -164,29 +164,29 @@ async def test_tables_of_every_shape_that_can_be_a_stream_are_taken(db: Database
         """
     )
     quoted = '"Odd. One"."My ""Events"" too"'
-    odd = (await registry.add(db, "odd", quoted, "The Id", row="to_jsonb(t.*) -- all of it")).stream
+    odd = (await Registry(db).add("odd", quoted, "The Id", row="to_jsonb(t.*) -- all of it")).stream
     assert odd.unique_ids
     assert odd.sequence == '"Odd. One"."My ""Events"" too_The Id_seq"'
-    assert (await registry.add(db, "small", "small", "id")).stream.unique_ids
-    assert not (await registry.add(db, "parted", "parted", "id")).stream.unique_ids
-    assert not (await registry.add(db, "parent", "parent", "id")).stream.unique_ids, "a heir may repeat an id"
-    one = await registry.add(db, "one", "one", "id")
+    assert (await Registry(db).add("small", "small", "id")).stream.unique_ids
+    assert not (await Registry(db).add("parted", "parted", "id")).stream.unique_ids
+    assert not (await Registry(db).add("parent", "parent", "id")).stream.unique_ids, "a heir may repeat an id"
+    one = await Registry(db).add("one", "one", "id")
     assert re.search("also feeds public.two.also, public.two.id", one.notes[0])
-    assert (await registry.add(db, "two", "two", "id")).stream.sequence_oid == one.stream.sequence_oid
-    given = await registry.add(db, "given", "given", "id", sequence="shared", row="body")
+    assert (await Registry(db).add("two", "two", "id")).stream.sequence_oid == one.stream.sequence_oid
+    given = await Registry(db).add("given", "given", "id", sequence="shared", row="body")
     assert len(given.notes) == 3
     assert given.stream.row_type == "text"
-    assert [s.number for s in (await registry.load_streams(db)).values()] == [7, 1, 5, 4, 3, 2, 6]
+    assert [s.number for s in (await Registry(db).load_streams()).values()] == [7, 1, 5, 4, 3, 2, 6]
 
 
 async def test_to_add_a_stream_again_just_so_changes_nothing_and_otherwise_is_refused(db: Database) -> None:
     await db.execute(EVENTS)
-    first = await registry.add(db, "again", "events", "id", row="body", max_row=5000)
+    first = await Registry(db).add("again", "events", "id", row="body", max_row=5000)
     assert first.new
-    second = await registry.add(db, "again", "public.events", "id", row="body", max_row=5000)
+    second = await Registry(db).add("again", "public.events", "id", row="body", max_row=5000)
     assert not second.new
     assert second.stream == first.stream
-    assert not (await registry.add(db, "again", "events", "id", row="body", max_row=5000, sequence="events_id_seq")).new
+    assert not (await Registry(db).add("again", "events", "id", row="body", max_row=5000, sequence="events_id_seq")).new
     await db.execute("CREATE TABLE others (LIKE events INCLUDING ALL); CREATE SEQUENCE other")
     different = [
         {"row": None},
@@ -199,7 +199,7 @@ async def test_to_add_a_stream_again_just_so_changes_nothing_and_otherwise_is_re
         arguments: dict[str, Any] = {"table": "events", "row": "body", "max_row": 5000, **one}
         table = arguments.pop("table")
         with pytest.raises(StreamRefused, match="there is a stream again already"):
-            await registry.add(db, "again", table, "id", **arguments)
+            await Registry(db).add("again", table, "id", **arguments)
 
 
 async def test_a_psql_user_adds_streams_with_the_same_refusals(db: Database) -> None:
@@ -214,31 +214,31 @@ async def test_a_psql_user_adds_streams_with_the_same_refusals(db: Database) -> 
 
 async def test_a_stream_whose_table_or_sequence_changed_says_why_it_cannot_be_served(db: Database) -> None:
     await db.execute(EVENTS)
-    stream = (await registry.add(db, "events", "events", "id", instance_column="instance_name")).stream
+    stream = (await Registry(db).add("events", "events", "id", instance_column="instance_name")).stream
     for change, fault in (
         ("ALTER SEQUENCE events_id_seq CACHE 5", "CACHE 5.*ALTER SEQUENCE public.events_id_seq CACHE 1"),
         ("ALTER TABLE events DROP instance_name", "no column instance_name any more; remove the stream"),
         ("DROP TABLE events", r"dropped; run: SELECT replicad\.stream_remove\('events'\)"),
     ):
         await db.execute(change)
-        stream = await registry.load_stream(db, "events")
+        stream = await Registry(db).load_stream("events")
         assert stream.fault is not None
         assert re.search(fault, stream.fault), stream.fault
         with pytest.raises(StreamRefused, match="cannot be served"):
-            registry.row_source(stream)
+            row_source(stream)
         assert (await status.show(db, "events")).problem == as_commands(stream.fault)
-    await registry.remove(db, "events")
+    await Registry(db).remove("events")
     with pytest.raises(SchemaMissing, match="elsewhere"):
-        await registry.load_streams(db, schema="elsewhere")
+        await Registry(db, "elsewhere").load_streams()
 
 
 async def test_numbers_of_writers_are_stable_and_given_once_whoever_asks(db: Database) -> None:
     await db.execute(EVENTS)
-    stream = (await registry.add(db, "events", "events", "id")).stream
+    stream = (await Registry(db).add("events", "events", "id")).stream
     seen: list[dict[str, int]] = []
 
     async def ask(names: list[str]) -> None:
-        seen.append(await registry.ensure_writers(db, stream, names))
+        seen.append(await Registry(db).ensure_writers(stream, names))
 
     async with trio.open_nursery() as nursery:
         for first in range(12):
@@ -249,40 +249,40 @@ async def test_numbers_of_writers_are_stable_and_given_once_whoever_asks(db: Dat
             assert numbers.setdefault(name, number) == number
     assert sorted(numbers.values()) == list(range(2, 14))
     assert "w_3" in numbers, "names stand as on the wire"
-    assert (await registry.load_stream(db, "events")).writers == {"master": 1, **numbers}
+    assert (await Registry(db).load_stream("events")).writers == {"master": 1, **numbers}
 
 
 async def test_what_was_published_grows_and_a_fork_lowers_it_once_for_all_daemons(db: Database) -> None:
     await db.execute(EVENTS)
-    stream = (await registry.add(db, "events", "events", "id")).stream
-    assert await registry.published(db) == {}
-    assert await registry.publish(db, stream, 50, {"master": 60, "not numbered yet": 70})
-    assert await registry.publish(db, stream, 40, {"master": 61})
-    kept = (await registry.published(db))["events"]
+    stream = (await Registry(db).add("events", "events", "id")).stream
+    assert await Registry(db).published() == {}
+    assert await Registry(db).publish(stream, 50, {"master": 60, "not numbered yet": 70})
+    assert await Registry(db).publish(stream, 40, {"master": 61})
+    kept = (await Registry(db).published())["events"]
     assert (kept.position, kept.per_writer) == (50, {"master": 61})
 
-    after = await registry.fork(db, stream, "restored")
-    other = await registry.fork(db, stream, "ids_went_back")
+    after = await Registry(db).fork(stream, "restored")
+    other = await Registry(db).fork(stream, "ids_went_back")
     assert after.epoch == other.epoch != stream.epoch
-    kept = (await registry.published(db))["events"]
+    kept = (await Registry(db).published())["events"]
     assert (kept.position, kept.per_writer) == (50, {"master": 61})
-    assert not await registry.publish(db, stream, 55, {}), "a daemon that has not seen the fork"
-    later = await registry.fork(db, after, "ids_went_back")
+    assert not await Registry(db).publish(stream, 55, {}), "a daemon that has not seen the fork"
+    later = await Registry(db).fork(after, "ids_went_back")
     assert later.epoch not in {after.epoch, stream.epoch}
-    kept = (await registry.published(db))["events"]
+    kept = (await Registry(db).published())["events"]
     assert (kept.position, kept.per_writer) == (0, {"master": 0})
-    assert not await registry.publish(db, after, 55, {}), "a daemon that has not seen the second fork"
-    assert await registry.publish(db, later, 8, {"master": 8})
-    assert (await registry.published(db))["events"].per_writer == {"master": 8}
-    lineage = (await registry.load_lineages(db))["events"]
+    assert not await Registry(db).publish(after, 55, {}), "a daemon that has not seen the second fork"
+    assert await Registry(db).publish(later, 8, {"master": 8})
+    assert (await Registry(db).published())["events"].per_writer == {"master": 8}
+    lineage = (await Registry(db).lineages())["events"]
     assert [one.reason for one in lineage.generations] == ["added", "restored", "ids_went_back"]
     assert lineage.shared_between(stream.epoch, after.epoch) == Vector(50, {stream.writers["master"]: 61})
     assert (lineage.shared(stream.epoch), lineage.shared(after.epoch)) == (Vector(0), Vector(0))
     assert (lineage.shared("beef"), lineage.floor) == (None, Vector(0))
-    await registry.remove(db, "events")
-    assert not await registry.publish(db, later, 9, {})
+    await Registry(db).remove("events")
+    assert not await Registry(db).publish(later, 9, {})
     with pytest.raises(UnknownStream):
-        await registry.fork(db, later, "ids_went_back")
+        await Registry(db).fork(later, "ids_went_back")
 
 
 ANOTHER_TABLE = (
@@ -305,19 +305,19 @@ async def test_a_generation_that_is_not_valid_any_more_is_followed_by_one_that_s
     change: str, reason: str, shared: Vector, db: Database
 ) -> None:
     await db.execute(EVENTS)
-    stream = (await registry.add(db, "events", "events", "id")).stream
-    assert await registry.publish(db, stream, 7, {"master": 9})
-    assert await registry.continue_streams(db) == 0
+    stream = (await Registry(db).add("events", "events", "id")).stream
+    assert await Registry(db).publish(stream, 7, {"master": 9})
+    assert await Registry(db).continue_streams() == 0
     await db.execute(change)
-    assert not (await registry.load_stream(db, "events")).continues
-    assert not await registry.publish(db, stream, 8, {"master": 8}), "it may be of another history"
-    assert await registry.continue_streams(db) == 1
-    assert await registry.continue_streams(db) == 0
-    again = await registry.load_stream(db, "events")
+    assert not (await Registry(db).load_stream("events")).continues
+    assert not await Registry(db).publish(stream, 8, {"master": 8}), "it may be of another history"
+    assert await Registry(db).continue_streams() == 1
+    assert await Registry(db).continue_streams() == 0
+    again = await Registry(db).load_stream("events")
     assert (again.continues, again.noted) == (True, shared.minimum)
-    lineage = (await registry.load_lineages(db))["events"]
+    lineage = (await Registry(db).lineages())["events"]
     assert (lineage.present.reason, lineage.shared(stream.epoch)) == (reason, shared)
-    assert await registry.publish(db, again, 8, {"master": 8})
+    assert await Registry(db).publish(again, 8, {"master": 8})
 
 
 ASKED = ("same", "sequence_changed", 20)
@@ -338,14 +338,14 @@ async def test_a_sequence_that_was_altered_shares_the_rows_that_were_not_written
     db: Database, how: str, shared: int
 ) -> None:
     await db.execute(EVENTS)
-    stream = (await registry.add(db, "events", "events", "id")).stream
+    stream = (await Registry(db).add("events", "events", "id")).stream
     await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20); DELETE FROM events WHERE id = 5")
-    assert await registry.publish(db, stream, 20, {})
+    assert await Registry(db).publish(stream, 20, {})
     await db.execute(how)
-    await registry.continue_streams(db)
-    again = await registry.load_stream(db, "events")
+    await Registry(db).continue_streams()
+    again = await Registry(db).load_stream("events")
     assert again.continues
-    lineage = (await registry.load_lineages(db))["events"]
+    lineage = (await Registry(db).lineages())["events"]
     assert lineage.present.reason == ("sequence_changed" if shared else "sequence_restarted")
     assert lineage.shared(stream.epoch) == Vector(shared)
 
@@ -371,22 +371,22 @@ async def test_a_stream_whose_table_and_sequence_were_written_anew_asks_whether_
     db: Database, database_url: str, how: str, says: str, reason: str, shared: int
 ) -> None:
     await db.execute("CREATE TABLE events (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body text)")
-    stream = (await registry.add(db, "events", "events", "id")).stream
+    stream = (await Registry(db).add("events", "events", "id")).stream
     await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20)")
-    assert await registry.publish(db, stream, 20, {})
+    assert await Registry(db).publish(stream, 20, {})
     await db.execute(how)
-    assert await registry.continue_streams(db) == 0
-    await registry.fork(db, stream, "sequence_changed")
-    found = await registry.load_stream(db, "events")
+    assert await Registry(db).continue_streams() == 0
+    await Registry(db).fork(stream, "sequence_changed")
+    found = await Registry(db).load_stream("events")
     assert found.epoch == stream.epoch
     assert "nothing shows whether the rows up to 20" in str(found.fault)
     words = re.search(rf"run: replicad (streams alter events --sequence-changed {says})", str(found.fault))
     assert words is not None
     done = await replicad_async(*words[1].split(), "--database", database_url)
     assert done.returncode == 0, done.stderr
-    again = await registry.load_stream(db, "events")
+    again = await Registry(db).load_stream("events")
     assert (again.fault, again.continues) == (None, True)
-    lineage = (await registry.load_lineages(db))["events"]
+    lineage = (await Registry(db).lineages())["events"]
     assert (lineage.present.reason, lineage.shared(stream.epoch)) == (reason, Vector(shared))
 
 
@@ -403,31 +403,31 @@ async def test_a_stream_whose_table_and_sequence_were_written_anew_asks_whether_
 )
 async def test_ids_that_certainly_begin_again_need_no_question(db: Database, how: str) -> None:
     await db.execute("CREATE TABLE events (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body text)")
-    stream = (await registry.add(db, "events", "events", "id")).stream
+    stream = (await Registry(db).add("events", "events", "id")).stream
     await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20)")
-    assert await registry.publish(db, stream, 20, {})
+    assert await Registry(db).publish(stream, 20, {})
     await db.execute(how)
-    assert await registry.continue_streams(db) == 1
-    lineage = (await registry.load_lineages(db))["events"]
+    assert await Registry(db).continue_streams() == 1
+    lineage = (await Registry(db).lineages())["events"]
     assert (lineage.present.reason, lineage.shared(stream.epoch)) == ("sequence_restarted", Vector(0))
 
 
 async def test_a_table_that_is_unlogged_for_a_while_stops_its_stream_and_takes_no_reader_back(db: Database) -> None:
     await db.execute(EVENTS)
-    stream = (await registry.add(db, "events", "events", "id")).stream
+    stream = (await Registry(db).add("events", "events", "id")).stream
     await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20)")
-    assert await registry.publish(db, stream, 20, {})
+    assert await Registry(db).publish(stream, 20, {})
     await db.execute("ALTER TABLE events SET UNLOGGED")
-    assert await registry.continue_streams(db) == 0
-    assert "is not logged" in str((await registry.load_stream(db, "events")).fault)
+    assert await Registry(db).continue_streams() == 0
+    assert "is not logged" in str((await Registry(db).load_stream("events")).fault)
     await db.execute("INSERT INTO events DEFAULT VALUES")
     await db.execute("ALTER TABLE events SET LOGGED")
-    assert await registry.continue_streams(db) == 0
-    assert "as by ALTER COLUMN id TYPE or SET LOGGED" in str((await registry.load_stream(db, "events")).fault)
+    assert await Registry(db).continue_streams() == 0
+    assert "as by ALTER COLUMN id TYPE or SET LOGGED" in str((await Registry(db).load_stream("events")).fault)
     await db.execute("SELECT replicad.stream_sequence_changed('events', 'same')")
-    again = await registry.load_stream(db, "events")
+    again = await Registry(db).load_stream("events")
     assert (again.fault, again.continues) == (None, True)
-    assert (await registry.load_lineages(db))["events"].shared(stream.epoch) == Vector(20)
+    assert (await Registry(db).lineages())["events"].shared(stream.epoch) == Vector(20)
 
 
 async def test_a_sequence_that_may_not_be_read_is_no_change_of_history_and_holds_no_other_stream_back(
@@ -435,22 +435,22 @@ async def test_a_sequence_that_may_not_be_read_is_no_change_of_history_and_holds
 ) -> None:
     for name in ("events", "others"):
         await db.execute(EVENTS.replace("events", name))
-        await registry.add(db, name, name, "id")
+        await Registry(db).add(name, name, "id")
         await db.execute(f"INSERT INTO {name} SELECT FROM generate_series(1, 20)")
-        await registry.publish(db, await registry.load_stream(db, name), 20, {})
+        await Registry(db).publish(await Registry(db).load_stream(name), 20, {})
         await db.execute(f"ALTER SEQUENCE {name}_id_seq MAXVALUE 2000000000")
-    before = await registry.load_stream(db, "events")
+    before = await Registry(db).load_stream("events")
     await db.execute(f"REVOKE ALL ON SEQUENCE events_id_seq FROM {DAEMON}")
     async with open_database(as_daemon(database_url), size=1, application_name="daemon") as daemon:
-        assert await registry.continue_streams(daemon) == 1, "the other one goes on"
+        assert await Registry(daemon).continue_streams() == 1, "the other one goes on"
         with pytest.raises(StreamRefused, match="GRANT SELECT ON SEQUENCE"):
-            await registry.fork(daemon, before, "sequence_changed")
-        found = await registry.load_stream(daemon, "events")
+            await Registry(daemon).fork(before, "sequence_changed")
+        found = await Registry(daemon).load_stream("events")
         assert (found.epoch, found.continues) == (before.epoch, False)
         assert "GRANT SELECT ON SEQUENCE" in str(found.denied)
         await db.execute(f"GRANT SELECT ON SEQUENCE events_id_seq TO {DAEMON}")
-        assert await registry.continue_streams(daemon) == 1
-    assert (await registry.load_lineages(db))["events"].shared(before.epoch) == Vector(20)
+        assert await Registry(daemon).continue_streams() == 1
+    assert (await Registry(db).lineages())["events"].shared(before.epoch) == Vector(20)
 
 
 @pytest.mark.parametrize(
@@ -471,10 +471,9 @@ async def test_a_dropped_relation_keeps_no_other_stream_from_going_on_after_a_re
         "CREATE TABLE published (id bigserial PRIMARY KEY, writer text);"
         "CREATE TABLE positions (stream_name text, instance_name text, stream_id bigint)"
     )
-    await registry.add(db, "gone", "gone", "id")
-    await registry.add(db, "left_alone", "left_alone", "id")
-    await registry.add(
-        db,
+    await Registry(db).add("gone", "gone", "id")
+    await Registry(db).add("left_alone", "left_alone", "id")
+    await Registry(db).add(
         "published",
         "published",
         "id",
@@ -482,21 +481,21 @@ async def test_a_dropped_relation_keeps_no_other_stream_from_going_on_after_a_re
         method=Method.POSITIONS_TABLE,
         positions_table="positions",
     )
-    for stream in (await registry.load_streams(db)).values():
-        await registry.publish(db, stream, 1, {})
+    for stream in (await Registry(db).load_streams()).values():
+        await Registry(db).publish(stream, 1, {})
     await db.execute(drop)
     # The server was restarted: what stands in the place of its start time is another one.
     await db.execute(
         "UPDATE replicad.stream_generation SET incarnation = array_to_string("
         "(string_to_array(incarnation, '/'))[1:3] || ARRAY['0', '0'], '/')"
     )
-    await registry.continue_streams(db)
-    found = await registry.load_streams(db)
+    await Registry(db).continue_streams()
+    found = await Registry(db).load_streams()
     assert (found["left_alone"].continues, found["left_alone"].fault) == (True, None)
     unfit = found["published" if "positions" in drop else "gone"]
     assert unfit.fault is not None
     with suppress(StreamRefused):
-        await registry.fork(db, unfit, reason)
+        await Registry(db).fork(unfit, reason)
 
 
 @pytest.mark.parametrize(("open_one", "shared"), [(False, 17), (True, 0)])
@@ -505,17 +504,17 @@ async def test_a_sequence_that_a_framework_has_set_to_its_last_row_shares_the_ro
 ) -> None:
     """Unless a transaction may still have a row below."""
     await db.execute(EVENTS)
-    stream = (await registry.add(db, "events", "events", "id")).stream
+    stream = (await Registry(db).add("events", "events", "id")).stream
     await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20); DELETE FROM events WHERE id > 17")
-    assert await registry.publish(db, stream, 20, {})
+    assert await Registry(db).publish(stream, 20, {})
     await db.execute("SELECT setval('events_id_seq', max(id)) FROM events")
     async with db.connection() as writer:
         await writer.execute("BEGIN")
         if open_one:
             await writer.execute("INSERT INTO events (id) VALUES (19)")
-        await registry.fork(db, stream, "ids_went_back")
+        await Registry(db).fork(stream, "ids_went_back")
         await writer.execute("COMMIT")
-    assert (await registry.load_lineages(db))["events"].shared(stream.epoch) == Vector(shared)
+    assert (await Registry(db).lineages())["events"].shared(stream.epoch) == Vector(shared)
 
 
 @pytest.mark.parametrize("kind", ["integer GENERATED ALWAYS AS IDENTITY", "serial"])
@@ -523,26 +522,26 @@ async def test_a_live_stream_goes_from_integer_to_bigint_as_the_page_says(db: Da
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```sql\n(BEGIN;.*?)```", page[page.index("### From integer to bigint") :], re.DOTALL)
     await db.execute(f"CREATE TABLE notes (id {kind} PRIMARY KEY, body text)")
-    stream = (await registry.add(db, "notes", "notes", "id")).stream
+    stream = (await Registry(db).add("notes", "notes", "id")).stream
     await db.execute("INSERT INTO notes (body) SELECT 'x' FROM generate_series(1, 20)")
-    assert await registry.publish(db, stream, 20, {})
+    assert await Registry(db).publish(stream, 20, {})
     await db.execute(blocks["serial" in kind])
-    assert await registry.continue_streams(db) == 0, "the generation began with the change"
-    again = await registry.load_stream(db, "notes")
+    assert await Registry(db).continue_streams() == 0, "the generation began with the change"
+    again = await Registry(db).load_stream("notes")
     assert again.continues
-    lineage = (await registry.load_lineages(db))["notes"]
+    lineage = (await Registry(db).lineages())["notes"]
     assert lineage.present.reason == "sequence_changed"
     assert lineage.shared(stream.epoch) == Vector(20)
-    assert await registry.publish(db, again, 21, {})
+    assert await Registry(db).publish(again, 21, {})
     with pytest.raises(UsageError, match="is not what can have happened"):
         await db.execute("SELECT replicad.stream_sequence_changed('notes', 'who knows')")
 
 
 async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Database, database_url: str) -> None:
     await db.execute(EVENTS)
-    stream = (await registry.add(db, "events", "events", "id")).stream
+    stream = (await Registry(db).add("events", "events", "id")).stream
     await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 5)")
-    await registry.publish(db, stream, 5, {"master": 5})
+    await Registry(db).publish(stream, 5, {"master": 5})
     [calm] = await status.list_streams(db)
     assert (calm.position, calm.last_value, calm.lag_rows, calm.held_by) == (5, 5, 0, None)
     async with open_database(database_url, size=1, application_name="the culprit") as other:
@@ -558,7 +557,7 @@ async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Datab
             assert 0 < held.lag_seconds < 60
     unsent = await status.show(db, "events")
     assert (unsent.position, unsent.horizon, unsent.lag_rows, unsent.state) == (5, 9, 4, "no_daemon")
-    await registry.publish(db, stream, 9, {"master": 9})
+    await Registry(db).publish(stream, 9, {"master": 9})
     sent = await status.show(db, "events")
     assert (sent.lag_rows, sent.lag_seconds, sent.state) == (0, 0, "ok")
 
@@ -571,8 +570,8 @@ async def test_writers_that_publish_their_positions_themselves_are_believed(db: 
     )
     await db.execute("INSERT INTO events (instance_name) SELECT 'a' FROM generate_series(1, 9)")
     stream = (
-        await registry.add(
-            db, "events", "events", "id", instance_column="instance_name",
+        await Registry(db).add(
+            "events", "events", "id", instance_column="instance_name",
             method="positions_table", positions_table="stream_positions",
         )
     ).stream  # fmt: skip
@@ -582,7 +581,7 @@ async def test_writers_that_publish_their_positions_themselves_are_believed(db: 
     assert found.held_by is not None
     assert found.held_by.application_name == "b"
     await db.execute("DROP TABLE stream_positions")
-    assert "table of positions was dropped" in str((await registry.load_stream(db, "events")).fault)
+    assert "table of positions was dropped" in str((await Registry(db).load_stream("events")).fault)
 
 
 async def test_an_application_role_reserves_and_inserts_but_administers_nothing(
@@ -591,7 +590,7 @@ async def test_an_application_role_reserves_and_inserts_but_administers_nothing(
     role = f"app_{abs(hash(database_url)) % 10**9}"
     await db.execute("CREATE TABLE facts (id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY, body text)")
     await db.execute("CREATE TABLE hidden (id bigserial PRIMARY KEY)")
-    await registry.add(db, "facts", "facts", "id", method=Method.RESERVATION)
+    await Registry(db).add("facts", "facts", "id", method=Method.RESERVATION)
     await db.execute(f"CREATE ROLE {role}; GRANT INSERT ON facts TO {role}")
     try:
         async with open_database(database_url, size=1, application_name="app") as app:
@@ -620,16 +619,16 @@ async def test_an_application_role_reserves_and_inserts_but_administers_nothing(
 @pytest.mark.bare_database
 async def test_upgrading_keeps_streams_and_renews_their_guards_and_removing_leaves_no_trace(db: Database) -> None:
     await db.execute("CREATE TABLE facts (id bigserial PRIMARY KEY)")
-    stream = (await registry.add(db, "facts", "facts", "id", method=Method.RESERVATION)).stream
-    await registry.publish(db, stream, 3, {"master": 3})
+    stream = (await Registry(db).add("facts", "facts", "id", method=Method.RESERVATION)).stream
+    await Registry(db).publish(stream, 3, {"master": 3})
     await db.execute(
         "CREATE OR REPLACE FUNCTION replicad.stream_guard_1() RETURNS trigger"
         " LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
     )
     await db.execute("UPDATE replicad.stream_version SET digest = 'of another build'")
     assert await schema.install(db, "stream", "replicad") is schema.Outcome.UPGRADED
-    assert await registry.load_stream(db, "facts") == replace(stream, noted=3)
-    assert (await registry.published(db))["facts"].per_writer == {"master": 3}
+    assert await Registry(db).load_stream("facts") == replace(stream, noted=3)
+    assert (await Registry(db).published())["facts"].per_writer == {"master": 3}
     with pytest.raises(StreamRefused, match="not reserved"):
         await db.execute("INSERT INTO facts DEFAULT VALUES")
 
@@ -647,12 +646,12 @@ async def test_removing_a_reserved_stream_takes_its_guard_away(db: Database) -> 
         "CREATE TABLE parent (id bigserial PRIMARY KEY); CREATE TABLE heir (PRIMARY KEY (id)) INHERITS (parent)"
     )
     for table in ("facts", "parent"):
-        await registry.add(db, table, table, "id", method=Method.RESERVATION)
+        await Registry(db).add(table, table, "id", method=Method.RESERVATION)
     for table in ("facts", "facts_1", "parent", "heir"):
         with pytest.raises(StreamRefused, match="not reserved"):
             await db.execute(f"INSERT INTO {table} VALUES (5)")
     for table in ("facts", "parent"):
-        await registry.remove(db, table)
+        await Registry(db).remove(table)
     for table in ("facts", "parent", "heir"):
         await db.execute(f"INSERT INTO {table} VALUES (5)")
     assert await db.fetch("SELECT proname FROM pg_proc WHERE proname ~ '^stream_guard_[0-9]'") == []
@@ -661,15 +660,15 @@ async def test_removing_a_reserved_stream_takes_its_guard_away(db: Database) -> 
 async def test_streams_live_in_any_schema(database: Database) -> None:
     await schema.install(database, "stream", 'Odd "One"')
     await database.execute(EVENTS)
-    stream = (await registry.add(database, "events", "events", "id", schema='Odd "One"')).stream
-    assert await registry.publish(database, stream, 0, {}, schema='Odd "One"')
+    stream = (await Registry(database, 'Odd "One"').add("events", "events", "id")).stream
+    assert await Registry(database, 'Odd "One"').publish(stream, 0, {})
     rows: list[bytes] = []
 
     async def keep(chunk: object) -> None:
         rows.append(chunk.data)  # type: ignore[attr-defined]
 
     await database.execute("INSERT INTO events (body) VALUES ('[]')")
-    source = registry.row_source(replace(stream, row="t.body", row_type="text"), schema='Odd "One"')
+    source = row_source(replace(stream, row="t.body", row_type="text"), schema='Odd "One"')
     await source.copy_range(database, 0, 1, keep)
     assert rows == [b"RDATA events master 1 []\n"]
     with pytest.raises(DatabaseError):

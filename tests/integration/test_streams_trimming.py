@@ -10,7 +10,8 @@ import trio
 from replicad.errors import BadToken, StreamRefused, TokenExpired, UsageError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.streams import registry, status, trimming
+from replicad.streams import status
+from replicad.streams.registry import Registry, Trimmed, row_source
 from tests.conftest import PATIENCE
 
 EVENTS = "CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)"
@@ -25,25 +26,25 @@ async def db(database: Database) -> Database:
 async def test_trimming_keeps_what_nobody_was_sent_and_expires_the_tokens_below(db: Database) -> None:
     await db.execute(EVENTS)
     await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 100)")
-    stream = (await registry.add(db, "events", "events", "id")).stream
-    source = registry.row_source(stream)
+    stream = (await Registry(db).add("events", "events", "id")).stream
+    source = row_source(stream)
     for before in (1, "1", f"{stream.epoch}!1"):
         with pytest.raises(StreamRefused, match=r"published up to nothing.*must stay"):
-            await trimming.trim(db, "events", before=before)
-    await registry.publish(db, stream, 60, {"master": 60})
+            await Registry(db).trim("events", before=before)
+    await Registry(db).publish(stream, 60, {"master": 60})
     with pytest.raises(StreamRefused, match="published up to 60"):
-        await trimming.trim(db, "events", before=61)
+        await Registry(db).trim("events", before=61)
     with pytest.raises(BadToken, match="another epoch"):
-        await trimming.trim(db, "events", before="00000000!5")
+        await Registry(db).trim("events", before="00000000!5")
     with pytest.raises(UsageError):
-        await trimming.trim(db, "events")
+        await Registry(db).trim("events")
     assert await source.earliest(db) == 0
 
-    assert await trimming.trim(db, "events", before="30~1.55", batch=7) == trimming.Trimmed(30, 30)
+    assert await Registry(db).trim("events", before="30~1.55", batch=7) == Trimmed(30, 30)
     assert await source.earliest(db) == 30
-    assert (await registry.load_stream(db, "events")).trimmed_upto == 30
+    assert (await Registry(db).load_stream("events")).trimmed_upto == 30
     assert await db.fetch_value("SELECT min(id) FROM events") == 31
-    assert await trimming.trim(db, "events", before=10) == trimming.Trimmed(0, 30), "it never goes back"
+    assert await Registry(db).trim("events", before=10) == Trimmed(0, 30), "it never goes back"
 
     async def drop(_: object) -> None: ...
 
@@ -57,9 +58,9 @@ async def test_trimming_keeps_what_nobody_was_sent_and_expires_the_tokens_below(
 async def test_a_reader_never_misses_rows_that_a_trim_takes_away_under_it(db: Database, database_url: str) -> None:
     await db.execute(EVENTS)
     await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 3000)")
-    stream = (await registry.add(db, "events", "events", "id", row="body")).stream
-    source = registry.row_source(stream)
-    await registry.publish(db, stream, 3000, {})
+    stream = (await Registry(db).add("events", "events", "id", row="body")).stream
+    source = row_source(stream)
+    await Registry(db).publish(stream, 3000, {})
     read_all, expired = trio.Event(), trio.Event()
 
     async def read() -> None:
@@ -81,14 +82,14 @@ async def test_a_reader_never_misses_rows_that_a_trim_takes_away_under_it(db: Da
             nursery.start_soon(read)
             await read_all.wait()
             for upto in range(980, 1020):
-                await trimming.trim(db, "events", before=upto)
+                await Registry(db).trim("events", before=upto)
 
 
 async def test_trimming_by_age_uses_what_daemons_noted_and_the_notes_stay_few(db: Database) -> None:
     await db.execute(EVENTS)
     await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 5000)")
-    stream = (await registry.add(db, "events", "events", "id")).stream
-    assert (await trimming.trim(db, "events", older_than=timedelta(0))).upto is None, "nothing was noted yet"
+    stream = (await Registry(db).add("events", "events", "id")).stream
+    assert (await Registry(db).trim("events", older_than=timedelta(0))).upto is None, "nothing was noted yet"
     now = datetime.now(UTC)
     # four days of a daemon that publishes every 45 seconds
     await db.execute(
@@ -99,20 +100,20 @@ async def test_trimming_by_age_uses_what_daemons_noted_and_the_notes_stay_few(db
     )
     notes = await db.fetch_value("SELECT count(*) FROM replicad.stream_mark")
     assert 96 - 24 + 700 < notes < 96 + 970, "one an hour, and the last day by the minute or so"
-    trimmed = await trimming.trim(db, "events", older_than=timedelta(hours=2))
+    trimmed = await Registry(db).trim("events", older_than=timedelta(hours=2))
     assert trimmed.upto == pytest.approx(3840 - 80, abs=3)
     assert trimmed.rows == trimmed.upto
-    trimmed = await trimming.trim(db, "events", older_than=timedelta(seconds=90))
+    trimmed = await Registry(db).trim("events", older_than=timedelta(seconds=90))
     assert trimmed.upto == pytest.approx(3840 - 1, abs=3)
     assert await db.fetch_value("SELECT count(*) FROM replicad.stream_mark") < 5, "notes of what is gone go too"
-    assert (await trimming.trim(db, "events", older_than=timedelta(days=9))).rows == 0
+    assert (await Registry(db).trim("events", older_than=timedelta(days=9))).rows == 0
 
 
 async def test_a_row_that_a_trimming_transaction_inserts_is_waited_for(db: Database) -> None:
     await db.execute(EVENTS)
     await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 10)")
-    stream = (await registry.add(db, "events", "events", "id")).stream
-    await registry.publish(db, stream, 10, {})
+    stream = (await Registry(db).add("events", "events", "id")).stream
+    await Registry(db).publish(stream, 10, {})
     async with db.connection() as trimmer, trimmer.transaction():
         await trimmer.execute("SELECT replicad.stream_trim('events', 5)")
         await trimmer.execute("INSERT INTO events (body) VALUES ('{}')")

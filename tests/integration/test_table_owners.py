@@ -16,9 +16,11 @@ from replicad.daemon import daemon
 from replicad.errors import DatabaseError, DatabaseRefused, StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams import registry, rows, rows_probe, status, trimming
+from replicad.streams import rows, status
 from replicad.streams.chunks import Chunk
+from replicad.streams.registry import Registry, Trimmed, row_source
 from replicad.streams.serving.windows import Windows
+from replicad.streams.table_rows import TableRows
 from tests.conftest import PATIENCE, psql
 from tests.daemons import open_daemon
 from tests.roles import DAEMON, as_role
@@ -90,7 +92,7 @@ def team(database_url: str, postgres_url: str) -> Iterator[str]:
 
 async def lines_of(db: Database, name: str, after: int = 0, upto: int = 1 << 40) -> list[str]:
     """The rows of a stream, as the daemon reads them."""
-    source = registry.row_source(await registry.load_stream(db, name))
+    source = row_source(await Registry(db).load_stream(name))
     data = b""
 
     async def take(chunk: Chunk) -> None:
@@ -105,7 +107,7 @@ async def test_the_code_of_a_tables_owner_runs_with_his_rights_and_leaves_nothin
     events: Database, database_url: str, team: str, netcat: Connect
 ) -> None:
     psql(database_url, attack(team))
-    await registry.add(events, "moods", f"{team}.events", "id")
+    await Registry(events).add("moods", f"{team}.events", "id")
     async with netcat() as nc:
         await nc.send("REPLICATE moods NOW")
         await nc.until("POSITION moods master .*")
@@ -122,7 +124,7 @@ async def test_what_the_code_of_a_tables_owner_sets_in_our_session_is_gone_befor
     database_url: str, team: str, database: Database
 ) -> None:
     psql(database_url, attack(team) + f"INSERT INTO {team}.events (by) VALUES ('one')")
-    await registry.add(database, "moods", f"{team}.events", "id")
+    await Registry(database).add("moods", f"{team}.events", "id")
     async with open_database(database_url, size=1, application_name="honest") as one:
         for limit in (1, 10_000):  # by a prepared statement, and by COPY
             [line] = await lines_of(one, "moods", 0, limit)
@@ -164,9 +166,9 @@ async def test_code_that_planning_a_query_runs_has_the_owners_rights_in_every_st
     )
     with pytest.raises(DatabaseError, match=f"code of {team} runs as postgres"):
         await database.fetch(f"SELECT id FROM {team}.plain t WHERE id > 0 ORDER BY id")
-    await registry.add(database, "plain", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)")
-    stream = await registry.load_stream(database, "plain")
-    source = registry.row_source(stream)
+    await Registry(database).add("plain", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)")
+    stream = await Registry(database).load_stream("plain")
+    source = row_source(stream)
     assert await lines_of(database, "plain") == ["RDATA plain one 1 1", "RDATA plain two 2 2"]
     assert await source.ends(database, 0, 100) == (1, 2)
     assert await source.count(database, 0, 100) == 2
@@ -181,8 +183,8 @@ async def test_a_reader_that_its_owner_has_altered_runs_nothing(
     database_url: str, team: str, database: Database, flip: str
 ) -> None:
     psql(database_url, attack(team) + f"INSERT INTO {team}.events (by) VALUES ('one')")
-    await registry.add(database, "moods", f"{team}.events", "id")
-    reader = (await registry.load_stream(database, "moods")).reader
+    await Registry(database).add("moods", f"{team}.events", "id")
+    reader = (await Registry(database).load_stream("moods")).reader
     assert reader is not None
     psql(database_url, f"SET ROLE {team}; ALTER FUNCTION {reader}(oid, text, text, bigint) {flip.format(team=team)}")
     for upto in (1, 10_000):
@@ -193,23 +195,23 @@ async def test_a_reader_that_its_owner_has_altered_runs_nothing(
 
 async def test_nobody_else_may_call_a_reader_or_replace_it(database_url: str, team: str, database: Database) -> None:
     psql(database_url, attack(team))
-    await registry.add(database, "moods", f"{team}.events", "id")
-    reader = (await registry.load_stream(database, "moods")).reader
+    await Registry(database).add("moods", f"{team}.events", "id")
+    reader = (await Registry(database).load_stream("moods")).reader
     assert reader is not None
     psql(database_url, f"CREATE ROLE {team}_two LOGIN IN ROLE pg_monitor")
     try:
         async with open_database(as_role(database_url, f"{team}_two"), size=1, application_name="two") as two:
             with pytest.raises(DatabaseError, match="permission denied for function reader_1"):
                 await two.fetch(f"SELECT * FROM {reader}($1::oid, 'SELECT 1::text', '', 1)", 1)
-            stream = await registry.load_stream(two, "moods")
+            stream = await Registry(two).load_stream("moods")
             needed = re.search(r"run: (GRANT EXECUTE ON FUNCTION \S*reader_1.*?) TO (\S+)", stream.denied or "")
             assert needed is not None, stream.denied
             with pytest.raises(DatabaseError, match="GRANT EXECUTE ON FUNCTION"):
-                await registry.row_source(stream).count(two, 0, 10)
+                await row_source(stream).count(two, 0, 10)
             psql(database_url, f"{needed[1]} TO {needed[2]}")
-            stream = await registry.load_stream(two, "moods")
+            stream = await Registry(two).load_stream("moods")
             assert "EXECUTE" not in (stream.denied or "")
-            assert await registry.row_source(stream).count(two, 0, 10) == 0
+            assert await row_source(stream).count(two, 0, 10) == 0
             psql(database_url, f"REVOKE {needed[1][6:]} FROM {needed[2]}")
     finally:
         psql(database_url, f"DROP ROLE {team}_two")
@@ -232,9 +234,9 @@ async def test_a_bad_row_is_found_and_what_is_before_it_is_sent(
         f"INSERT INTO {team}.plain (n) SELECT 500 - g FROM generate_series(1, 9000) g;"
         f"ANALYZE {team}.plain",
     )
-    await registry.add(database, "good", f"{team}.plain", "id", row="to_jsonb(t.n)")
+    await Registry(database).add("good", f"{team}.plain", "id", row="to_jsonb(t.n)")
     psql(database_url, "UPDATE replicad.stream SET row_sql = 'to_jsonb(1000 / t.n)'")
-    source = registry.row_source(await registry.load_stream(database, "good"))
+    source = row_source(await Registry(database).load_stream("good"))
     got: list[Chunk] = []
 
     async def take(chunk: Chunk) -> None:
@@ -251,7 +253,7 @@ async def test_a_bad_row_is_found_and_what_is_before_it_is_sent(
     with pytest.raises(DatabaseError, match="division by zero"):
         await source.copy_range(database, 0, 9000, take)
     assert 440 < (got[-1].token or 0) < 500, "PL/pgSQL fetches up to 50 rows ahead"
-    found = await rows_probe.find_unreadable(source, database, (0, 9000))
+    found = await TableRows(source, database, database).find_unreadable((0, 9000))
     assert found is not None
     assert (found.row_id, "division by zero" in str(found)) == (500, True)
 
@@ -269,7 +271,7 @@ async def test_a_large_range_is_read_in_blocks_that_end_at_complete_ids(
         f"INSERT INTO {team}.plain (id, by, n) SELECT g / {1 if unique else 7}, 'w' || g % 3, repeat('é', g % 97)"
         " FROM generate_series(1, 3000) g",
     )
-    await registry.add(database, "wide", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.n)")
+    await Registry(database).add("wide", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.n)")
     mine = await lines_of(database, "wide", -1)
     in_blocks: list[str] = []
 
@@ -277,11 +279,11 @@ async def test_a_large_range_is_read_in_blocks_that_end_at_complete_ids(
         in_blocks.extend(chunk.data.decode().splitlines(keepends=True))
 
     if unique:
-        source = registry.row_source(await registry.load_stream(database, "wide"))
+        source = row_source(await Registry(database).load_stream("wide"))
         assert source.reader is not None
         assert await source.copy_blocks(database, -1, 3001, take, step=80, max_line=1000) == 3000
     psql(database_url, f"ALTER TABLE {team}.plain OWNER TO postgres")
-    assert (await registry.load_stream(database, "wide")).reader is None
+    assert (await Registry(database).load_stream("wide")).reader is None
     direct = await lines_of(database, "wide", -1)
     assert len(mine) == 3000
     if unique:
@@ -311,16 +313,16 @@ async def test_without_the_owners_role_the_sentence_says_which_grant_is_missing(
             )
             psql(database_url, f"GRANT SELECT ON ALL SEQUENCES IN SCHEMA {team} TO {daemon}")
             with pytest.raises(StreamRefused, match=f"run: GRANT {team} TO {daemon}"):
-                await registry.add(db, "moods", f"{team}.events", "id", schema="mine")
+                await Registry(db, "mine").add("moods", f"{team}.events", "id")
             psql(database_url, f"GRANT {team} TO {daemon}")
-            stream = (await registry.add(db, "moods", f"{team}.events", "id", schema="mine")).stream
+            stream = (await Registry(db, "mine").add("moods", f"{team}.events", "id")).stream
             assert stream.denied is None
             got: list[Chunk] = []
 
             async def take(chunk: Chunk) -> None:
                 got.append(chunk)
 
-            await registry.row_source(stream, schema="mine").copy_range(db, 0, 10, take)
+            await row_source(stream, schema="mine").copy_range(db, 0, 10, take)
             told = json.loads(got[0].data.split(b" ", 4)[4])["mood"]
             assert told["user"] == team
             assert not [step for step in TRIES.splitlines() if "done" in told[step.strip().format(team=team)]]
@@ -333,14 +335,14 @@ async def test_only_the_owner_trims_his_stream_with_a_connection_of_his_own(
     database_url: str, team: str, database: Database
 ) -> None:
     psql(database_url, attack(team) + f"INSERT INTO {team}.events (by) SELECT 'one' FROM generate_series(1, 5)")
-    stream = (await registry.add(database, "moods", f"{team}.events", "id")).stream
-    assert await registry.publish(database, stream, 4, {"master": 4})
+    stream = (await Registry(database).add("moods", f"{team}.events", "id")).stream
+    assert await Registry(database).publish(stream, 4, {"master": 4})
     with pytest.raises(StreamRefused, match=f"connect as role {team}"):
-        await trimming.trim(database, "moods", before=3)
+        await Registry(database).trim("moods", before=3)
     async with open_database(as_role(database_url, team), size=1, application_name="owner") as owner:
-        assert await trimming.trim(owner, "moods", before=3) == trimming.Trimmed(3, 3)
+        assert await Registry(owner).trim("moods", before=3) == Trimmed(3, 3)
         with pytest.raises(StreamRefused, match="no reader was sent"):
-            await trimming.trim(owner, "moods", before=5)
+            await Registry(owner).trim("moods", before=5)
     psql(database_url, f"CREATE ROLE {team}_two LOGIN")
     try:
         async with open_database(as_role(database_url, f"{team}_two"), size=1, application_name="two") as two:
@@ -348,7 +350,7 @@ async def test_only_the_owner_trims_his_stream_with_a_connection_of_his_own(
                 await two.execute(f"SELECT replicad.stream_trim_note({stream.number}, 1000, true)")
     finally:
         psql(database_url, f"DROP ROLE {team}_two")
-    assert (await registry.load_stream(database, "moods")).trimmed_upto == 3
+    assert (await Registry(database).load_stream("moods")).trimmed_upto == 3
 
 
 async def test_the_daemon_refuses_to_be_a_superuser_of_a_postgres_that_is_not_the_embedded_one(
@@ -384,7 +386,7 @@ async def test_a_daemon_with_create_on_the_database_and_the_owners_role_serves_s
     try:
         async with open_daemon(settings, url) as daemon, open_database(url, size=1, application_name="admin") as admin:
             for method in ("lock_watch", "reservation"):
-                await registry.add(admin, method, f"{team}.events", "id", method=method)
+                await Registry(admin).add(method, f"{team}.events", "id", method=method)
                 async with netcat_to(daemon) as nc:
                     await nc.send(f"REPLICATE {method} NOW")
                     await nc.until(f"POSITION {method} master .*")
@@ -397,7 +399,7 @@ async def test_a_daemon_with_create_on_the_database_and_the_owners_role_serves_s
                         )
                     line = (await nc.until(f"RDATA {method} master {before + 1} .*"))[-1]
                 assert json.loads(line.split(" ", 4)[4])["mood"]["user"] == team
-                await registry.remove(admin, method)
+                await Registry(admin).remove(method)
             await admin.execute("SELECT tube.tube_ensure_exists('a')")
             await admin.execute(f"SELECT tube.tube_table_ensure_attached('a', '{team}.events', 0, $$by = 'two'$$)")
             await admin.execute("SELECT tube.tube_backfill_schedule('a', 'id', 0, 0)")
@@ -417,7 +419,7 @@ async def test_rows_of_another_owner_that_were_there_before_the_daemon_started_a
 ) -> None:
     """No id is taken in this run of the daemon, so that the rows tell which ids were given out."""
     psql(database_url, f"SET ROLE {team}; CREATE TABLE {team}.plain (id bigserial PRIMARY KEY, body json)")
-    await registry.add(database, "plain", f"{team}.plain", "id", row="body")
+    await Registry(database).add("plain", f"{team}.plain", "id", row="body")
     await database.execute(f"INSERT INTO {team}.plain (body) VALUES ('1'), ('2')")
     async with open_daemon(settings, as_role(database_url, DAEMON)) as daemon, netcat_to(daemon) as nc:
         with trio.fail_after(PATIENCE):
@@ -444,11 +446,11 @@ async def test_positions_unused_sequences_and_looks_for_late_rows_are_read_as_th
         INSERT INTO {team}.positions VALUES ('published', 'w', 0);
         ALTER SEQUENCE {team}.plain_id_seq RESTART WITH 41""",
     )
-    await registry.add(
-        events, "published", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)",
+    await Registry(events).add(
+        "published", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)",
         method="positions_table", positions_table=f"{team}.positions",
     )  # fmt: skip
-    await registry.add(events, "watched", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)")
+    await Registry(events).add("watched", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)")
     async with netcat() as nc:
         await nc.send("REPLICATE watched NOW")
         await nc.until("POSITION watched master 40 40")  # the sequence has issued nothing, and will begin at 41
@@ -459,7 +461,7 @@ async def test_positions_unused_sequences_and_looks_for_late_rows_are_read_as_th
             f"SET ROLE {team}; INSERT INTO {team}.plain (by) VALUES ('w');UPDATE {team}.positions SET stream_id = 41",
         )
         await nc.until("RDATA published w 41 41")
-    stream = await registry.load_stream(events, "watched")
+    stream = await Registry(events).load_stream("watched")
     async with Windows(events, 100, "replicad").looking(stream) as look:
         window = await look.window(0, 100)
         assert (list(window.ids), window.counts) == ([41], None)
@@ -471,7 +473,7 @@ async def test_a_renamed_owner_and_a_restore_without_owners_leave_readers_that_w
 ) -> None:
     psql(database_url, f"SET ROLE {team}; CREATE TABLE {team}.plain (id bigserial PRIMARY KEY, n int)")
     psql(database_url, f"INSERT INTO {team}.plain (n) VALUES (7)")
-    await registry.add(database, "plain", f"{team}.plain", "id", row="to_jsonb(t.n)")
+    await Registry(database).add("plain", f"{team}.plain", "id", row="to_jsonb(t.n)")
     psql(database_url, f"ALTER ROLE {team} RENAME TO {team}_new")
     try:
         assert await lines_of(database, "plain") == ["RDATA plain master 1 7"], (
@@ -483,13 +485,13 @@ async def test_a_renamed_owner_and_a_restore_without_owners_leave_readers_that_w
             "DO $$ BEGIN EXECUTE (SELECT format('ALTER FUNCTION %s OWNER TO postgres', oid::regprocedure) FROM pg_proc"
             " WHERE proname ~ '^reader_1_'); END $$",
         )
-        assert "reader_missing" in str((await registry.load_stream(database, "plain")).reader)
+        assert "reader_missing" in str((await Registry(database).load_stream("plain")).reader)
         with pytest.raises(DatabaseError, match=r"stream_reader_ensure|GRANT"):
             await lines_of(database, "plain")
-        await registry.ensure_readers(database)  # as each daemon does when it begins
+        await Registry(database).ensure_readers()  # as each daemon does when it begins
         assert await lines_of(database, "plain") == ["RDATA plain master 1 7"]
         psql(database_url, f"ALTER TABLE {team}.plain OWNER TO {DAEMON}")
-        await registry.ensure_readers(database)
+        await Registry(database).ensure_readers()
         assert await lines_of(database, "plain") == ["RDATA plain master 1 7"]
     finally:
         psql(postgres_url, f"ALTER ROLE {team}_new RENAME TO {team}")
@@ -504,7 +506,7 @@ async def test_a_role_that_may_only_use_the_schema_can_hold_a_watched_stream_bac
     """
     psql(database_url, f"GRANT USAGE ON SCHEMA public TO {team}")
     await events.execute("CREATE TABLE kept (id bigserial PRIMARY KEY, body jsonb)")
-    await registry.add(events, "kept", "public.kept", "id", row="body", method="reservation")
+    await Registry(events).add("kept", "public.kept", "id", row="body", method="reservation")
     async with netcat() as nc, open_database(as_role(database_url, team), size=1, application_name="idler") as other:
         await nc.send("REPLICATE events NOW", "REPLICATE kept NOW")
         await nc.until("POSITION kept .*")

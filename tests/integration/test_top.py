@@ -22,7 +22,7 @@ import trio
 from replicad.config.settings import Address, ServerSettings
 from replicad.operations.top import Island
 from replicad.postgres.bridge import Database
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
@@ -120,7 +120,7 @@ async def test_streams_and_daemons_are_in_it(events: Database, daemon: Daemon, d
 
 async def test_status_is_one_object_as_json(database: Database, database_url: str) -> None:
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY)")
-    await registry.add(database, "events", "public.events", "id")
+    await Registry(database).add("events", "public.events", "id")
     found = json.loads((await replicad_async("status", "--json", "--database", database_url)).stdout)
     assert (found["connected"], found["daemons"]) == (0, [])
     assert [row["stream"] for row in found["streams"]] == ["events"]

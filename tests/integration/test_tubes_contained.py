@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
-from replicad.streams import troubles
+from replicad.streams.daemons import DaemonReports
 from replicad.tubes.backfill import BackfillIntervals
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.commands import replicad
@@ -153,7 +153,7 @@ async def test_a_broken_tube_says_why_everywhere_and_stops_nothing_of_the_other(
                 await nc.send(request)
                 await nc.expect("ERROR tube_refused: tube bad cannot be served: .*(table|GRANT SELECT).*")
             await use(nc, tubes, term, 1002)
-            await until(lambda: troubles.load(tubes))  # for the command line
+            await until(lambda: DaemonReports(tubes).troubles())  # for the command line
     await check_lists(tubes, as_role, how)
 
 

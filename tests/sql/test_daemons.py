@@ -6,6 +6,7 @@ from uuid import uuid4
 
 from replicad.postgres.bridge import Database
 from replicad.streams import daemons
+from replicad.streams.daemons import DaemonReports
 
 BEAT = """
     SELECT replicad.stream_daemon_beat($1, $2, 7, $3, '0.1.0', 60.0, clock_timestamp() - make_interval(secs => $4))
@@ -17,17 +18,17 @@ async def test_a_daemon_is_alive_then_silent_then_left_out_and_one_that_stops_is
         await database.execute(BEAT, life or uuid4(), name, [at], ago)
 
     async def states() -> dict[str, str]:
-        return {one.name: one.state for one in await daemons.load(database)}
+        return {one.name: one.state for one in await DaemonReports(database).daemons()}
 
     life = uuid4()
     await beat("a", 20, life=life)
-    (row,) = await daemons.load(database)
+    (row,) = await DaemonReports(database).daemons()
     assert (row.pid, row.addresses, row.version, row.alive) == (7, ("127.0.0.1:9009",), "0.1.0", False)
     assert 60 <= row.up_s < 61
     assert 20 <= row.silent_s < 30
     assert row.state.startswith("silent for 2")
     await beat("a", 0, life=life)
-    (again,) = await daemons.load(database)
+    (again,) = await DaemonReports(database).daemons()
     assert (again.state, again.started_at) == ("alive", row.started_at)
     assert 80 <= again.up_s < 90
 
@@ -39,8 +40,8 @@ async def test_a_daemon_is_alive_then_silent_then_left_out_and_one_that_stops_is
     }  # fmt: skip
     await beat("b", 0)
     await beat("c", 0, at="127.0.0.1:9009")
-    listed = [(one.name, one.alive) for one in await daemons.load(database)]
+    listed = [(one.name, one.alive) for one in await DaemonReports(database).daemons()]
     assert listed == [("a", True), ("b", False), ("b", True), ("c", True)], "one at another address serves beside it"
     assert await database.fetch_value("SELECT count(*) FROM replicad.stream_daemon WHERE name = 'd'") == 0
-    await daemons.leave(database, daemons.Life(life, "a", 7, [], "0.1.0"))
+    await DaemonReports(database).leave(daemons.Life(life, "a", 7, [], "0.1.0"))
     assert "a" not in await states()

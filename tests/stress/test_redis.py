@@ -23,7 +23,7 @@ from replicad.postgres.bridge import Database
 from replicad.redis import following
 from replicad.redis.intervals import RedisIntervals
 from replicad.redis.link import open_redis, parse_redis
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces, open_daemon
 from tests.redis_servers import PROGRAM, WHY_NOT, RealRedis, real_redis
@@ -46,7 +46,7 @@ async def test_every_row_comes_once_while_redis_and_daemons_fail(
     chance = random.Random(SECONDS)
     await database.execute("CREATE TABLE facts (id bigserial, who text, n int)")
     await database.execute("CREATE INDEX ON facts (id)")
-    await registry.add(database, "facts", "public.facts", "id", instance_column="who", row="to_json(t.n)")
+    await Registry(database).add("facts", "public.facts", "id", instance_column="who", row="to_json(t.n)")
     with real_redis(tmp_path) as redis:
         settings = ServerSettings(listen=Address("127.0.0.1", 0), server_name=SERVER, redis=redis.url)
         async with AsyncExitStack() as stack:

@@ -19,8 +19,7 @@ import trio
 from replicad.positions.horizon import Horizon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams import registry
-from replicad.streams.registry import Method
+from replicad.streams.registry import Method, Registry, horizon_source
 
 from .reserving import NAMES, REFUSED, SUCCEED
 
@@ -59,10 +58,10 @@ async def test_no_reserved_row_turns_up_at_or_below_a_published_position(databas
         await schema.install(db, "stream", "replicad")
         await db.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, instance text)")
         stream = (
-            await registry.add(db, "facts", "facts", "id", instance_column="instance", method=Method.RESERVATION)
+            await Registry(db).add("facts", "facts", "id", instance_column="instance", method=Method.RESERVATION)
         ).stream
-        await registry.ensure_writers(db, stream, NAMES)
-        horizon.watch("facts", registry.horizon_source(stream), writers=NAMES)
+        await Registry(db).ensure_writers(stream, NAMES)
+        horizon.watch("facts", horizon_source(stream), writers=NAMES)
         readers = [Reader(None), *(Reader(name) for name in NAMES)]
         done: Counter[str] = Counter()
         async with trio.open_nursery() as nursery:

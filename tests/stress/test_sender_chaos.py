@@ -29,7 +29,7 @@ from replicad.postgres.bridge import Database
 from replicad.sender.intake import client_upstream
 from replicad.sender.sender import Sender
 from replicad.sender.settings import WEBHOOK, Delivery, SenderBounds, SenderSettings
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.daemons import Daemon
 
 from ..federation_receiver import Receiver, Reply, Request
@@ -343,7 +343,7 @@ async def test_whatever_changes_around_senders_each_fact_is_taken_or_parked_once
 ) -> None:
     for stream in (*STREAMS, "typing"):
         await database.execute(f"CREATE TABLE {stream} (id bigserial PRIMARY KEY, body json)")
-        await registry.add(database, stream, f"public.{stream}", "id", row="body")
+        await Registry(database).add(stream, f"public.{stream}", "id", row="body")
         await daemon.publisher.find(stream)
     world = World(seed, database, daemon, database_url)
     absent = world.receivers[1]

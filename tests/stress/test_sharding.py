@@ -23,7 +23,7 @@ import trio
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.sharding import admin
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.sharding_checker import ROWS, check_rows
 
@@ -141,7 +141,7 @@ async def test_no_two_writers_ever_write_one_key_at_once_whoever_comes_goes_or_d
     async with open_database(database_url, size=2, application_name="checker") as db:
         await schema.install(db, "stream")
         await db.execute(ROWS)
-        await registry.add(db, "events", "events", "id", instance_column="instance")
+        await Registry(db).add("events", "events", "id", instance_column="instance")
         await admin.enable(db, "events", SLOTS)
         async with trio.open_nursery() as nursery:
             run = Run(database_url, db, nursery)

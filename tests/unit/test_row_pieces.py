@@ -16,7 +16,7 @@ from replicad.streams.chunks import Chunk, LineCutter, chunk_of, no_longer
 from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, between, segments
 from replicad.streams.row_text import Range
 from replicad.streams.rows import ChunkSink
-from replicad.streams.store import TableRows
+from replicad.streams.table_rows import TableRows
 
 Row = tuple[int, str]  # id, writer
 

@@ -21,8 +21,8 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused, TokenAhead
 from replicad.positions.watched import Reading
 from replicad.protocol.commands import CORE, RemoteServerUp
-from replicad.streams.acks import ReaderAck
 from replicad.streams.commands import FederationAck
+from replicad.streams.registry import ReaderAck
 from replicad.streams.serving.service import AckService
 from tests.daemons import relay_key
 

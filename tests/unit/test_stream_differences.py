@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from replicad.streams import registry
-from replicad.streams.registry import GENERATION, RENEWABLE, Method, Stream, differences
+from replicad.streams.registry import _PASSING, GENERATION, RENEWABLE, Method, Stream, differences
 
 STREAM = Stream(
     number=1,
@@ -62,7 +61,7 @@ def test_every_field_but_the_passing_ones_takes_part(name: str) -> None:
 
 
 def test_what_makes_a_stream_another_one_is_never_renewed_in_place_and_its_table_only_by_another_generation() -> None:
-    assert NAMES >= RENEWABLE | GENERATION | registry._PASSING
-    lasting = NAMES - RENEWABLE - GENERATION - registry._PASSING
+    assert NAMES >= RENEWABLE | GENERATION | _PASSING
+    lasting = NAMES - RENEWABLE - GENERATION - _PASSING
     readers = {"reader", "sequence_reader", "positions_reader"}  # another owner: what watches the positions begins anew
     assert lasting == {"number", "name", "id_column", "instance_column", "method", "created_at"} | readers

@@ -14,14 +14,14 @@ from replicad.errors import ReplicadError
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import load_sql, statement
 from replicad.remedies import Remedy, Who
-from replicad.streams import daemons, status, troubles
+from replicad.streams import status
+from replicad.streams.daemons import DaemonReports
 from replicad.tubes.cli.islands import tube_states
 from replicad.tubes.serving.leases import LEASE_EXPIRED
 
 if TYPE_CHECKING:
-    from replicad.streams.daemons import DaemonBeat
+    from replicad.streams.daemons import DaemonBeat, Reported
     from replicad.streams.status import Overview
-    from replicad.streams.troubles import Reported
 
 MOST_PARKED = 10_000  # items that senders have parked and that are counted
 
@@ -169,8 +169,8 @@ class Evidence:
 
     async def daemons(self) -> Sequence[DaemonBeat]:
         """The daemons of the database, with their beats."""
-        return await self._once("daemons", lambda: daemons.load(self.db, schema=self.settings.stream_schema))
+        return await self._once("daemons", lambda: DaemonReports(self.db, self.settings.stream_schema).daemons())
 
     async def troubles(self) -> Sequence[Reported]:
         """What running daemons report."""
-        return await self._once("troubles", lambda: troubles.load(self.db, schema=self.settings.stream_schema))
+        return await self._once("troubles", lambda: DaemonReports(self.db, self.settings.stream_schema).troubles())

@@ -17,10 +17,8 @@ from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sampl
 from replicad.daemon.state_columns import StateView
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
-from replicad.streams import daemons, troubles
-from replicad.streams.daemons import DAEMON_COLUMNS, DaemonBeat
+from replicad.streams.daemons import DAEMON_COLUMNS, DaemonBeat, DaemonReports, Reported
 from replicad.streams.serving.trouble_book import daemon_name
-from replicad.streams.troubles import Reported
 
 MOST = 1000  # backfills, reports, and daemons
 
@@ -96,11 +94,11 @@ class Surroundings:
         self._backfills[:] = [dict(row) for row in found[:MOST]]
 
     async def _look_at_reports(self) -> None:
-        found = await troubles.load(self._db, schema=self._settings.stream_schema)
+        found = await DaemonReports(self._db, self._settings.stream_schema).troubles()
         self._reports[:] = [one for one in found if not one.daemon.startswith(self._own)][:MOST]
 
     async def _look_at_daemons(self) -> None:
-        self._daemons[:] = (await daemons.load(self._db, schema=self._settings.stream_schema))[:MOST]
+        self._daemons[:] = (await DaemonReports(self._db, self._settings.stream_schema).daemons())[:MOST]
         self._read_at = trio.current_time()
 
     def _is_own(self, one: DaemonBeat) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from replicad.config.declaring import BYTES, TEXT, one_of
 from replicad.errors import StreamRefused
 from replicad.postgres.statements import HOW, find_relation, statement
-from replicad.streams import registry
 from replicad.streams.chunks import MAX_ROW
+from replicad.streams.registry import Method, Registry
 from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
 
 _FIXED = "only a new stream can have another one: replicad streams remove NAME, then apply; its readers begin again"
@@ -18,7 +18,7 @@ async def present(place: TargetDatabase) -> dict[str, Values]:
     schema = place.settings.stream_schema
     found: dict[str, Values] = {}
     own = {row["name"]: row for row in await place.db.fetch(statement("stream_desired", schema))}
-    for name, stream in (await registry.load_streams(place.db, schema=schema)).items():
+    for name, stream in (await Registry(place.db, schema).load_streams()).items():
         if not own[name]["ours"]:
             found[name] = {
                 "table": stream.table,
@@ -53,13 +53,13 @@ async def change(place: TargetDatabase, name: str, before: Values | None, wanted
     """Register the stream, or set the bound of its rows: nothing else of it can be changed."""
     if before is not None:
         schema = place.settings.stream_schema
-        await registry.set_max_row(place.db, name, wanted["max_row"], schema=schema)
+        await Registry(place.db, schema).set_max_row(name, wanted["max_row"])
         return
     others = {
         key: wanted[key] for key in ("instance_column", "row", "method", "positions_table", "sequence", "max_row")
     }
     schema = place.settings.stream_schema
-    await registry.add(place.db, name, wanted["table"], wanted["id"], **others, schema=schema)
+    await Registry(place.db, schema).add(name, wanted["table"], wanted["id"], **others)
 
 
 SECTION = Section(
@@ -70,7 +70,7 @@ SECTION = Section(
         SectionKey("id", TEXT, required=True, fixed=_FIXED),
         SectionKey("instance_column", TEXT, fixed=_FIXED),
         SectionKey("row", TEXT, fixed=_FIXED),
-        SectionKey("method", one_of(*registry.Method), str(registry.Method.LOCK_WATCH), fixed=_FIXED),
+        SectionKey("method", one_of(*Method), str(Method.LOCK_WATCH), fixed=_FIXED),
         SectionKey("positions_table", TEXT, fixed=_FIXED),
         SectionKey("sequence", TEXT, fixed=_FIXED),
         SectionKey("max_row", BYTES, MAX_ROW, minimum=_MIN_ROW, maximum=MAX_ROW),

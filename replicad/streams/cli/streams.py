@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from functools import partial
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from replicad.config.declaring import BYTES, SECONDS, WHOLE, one_of
 from replicad.daemon.state_columns import StateView
 from replicad.errors import UsageError
-from replicad.streams.cli import writers as stream_writers
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.failures import say
@@ -23,13 +22,26 @@ from replicad.terminal.output import as_json_line, echo, print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
-    from replicad.streams.acks import SenderAck
     from replicad.streams.lineage import Generation
-    from replicad.streams.registry import Added
+    from replicad.streams.registry import Added, Registry, SenderAck, StreamWriter
 
 _GENERATIONS = 5  # that `show` prints
 
 _name = click.argument("name")
+
+T = TypeVar("T")
+
+
+def on_registry(options: dict[str, Any], work: Callable[[Registry], Awaitable[T]]) -> T:
+    """`on_streams`, for work on the registry alone."""
+
+    async def with_registry(db: Database, schema: str) -> T:
+        from replicad.streams.registry import Registry
+
+        return await work(Registry(db, schema))
+
+    return on_streams(options, with_registry)
+
 
 MAX_ROW_HELP = "Longest line that the stream may send, in bytes; it stops before a longer row. Default: 64 MiB."
 
@@ -73,7 +85,7 @@ def skip(
     elif undo:
         _undo(name, token, options)
     elif not yes:
-        published = on_streams(options, _position_of(name))
+        published = on_registry(options, _position_of(name))
         raise UsageError(
             f"rows with id {token} would be left out of stream {name}: no reader gets them from now on. "
             f"{_consequence(token, published)} To do it, add --yes"
@@ -142,30 +154,29 @@ def alter(
     if table is None and (same_rows or sequence is not None or positions_table is not None):
         raise UsageError("--same-rows, --sequence and --positions-table belong to --table")
 
-    from replicad.streams import registry
-
     if table is not None:
-        change = partial(registry.alter_table, name=name, table=table, same_rows=same_rows, sequence=sequence)
-        notes = on_streams(options, lambda db, schema: change(db, positions_table=positions_table, schema=schema))
+        notes = on_registry(
+            options,
+            lambda registry: registry.alter_table(
+                name, table, same_rows=same_rows, sequence=sequence, positions_table=positions_table
+            ),
+        )
         echo(f"stream {name}: its table is {table}")
         for note in notes:
             echo(f"note: {note}")
     if sequence_changed is not None:
-        say = partial(registry.sequence_changed, name=name, what=sequence_changed)
-        on_streams(options, lambda db, schema: say(db, schema=schema))
+        on_registry(options, lambda registry: registry.sequence_changed(name, sequence_changed))
         goes = "readers go on where they are" if sequence_changed == "same" else "readers get all rows anew"
         echo(f"stream {name}: {goes}")
     if max_row is not None:
-        on_streams(options, lambda db, schema: registry.set_max_row(db, name, max_row, schema=schema))
+        on_registry(options, lambda registry: registry.set_max_row(name, max_row))
         echo(f"stream {name}: rows have at most {max_row} bytes")
 
 
 def _position_of(name: str) -> Any:
-    async def work(db: Database, schema: str) -> int | None:
-        from replicad.streams import registry
-
-        await registry.load_stream(db, name, schema=schema)
-        found = (await registry.published(db, schema=schema)).get(name)
+    async def work(registry: Registry) -> int | None:
+        await registry.load_stream(name)
+        found = (await registry.published()).get(name)
         return None if found is None else found.position
 
     return work
@@ -173,31 +184,28 @@ def _position_of(name: str) -> Any:
 
 def _skip(name: str, token: int, reason: str | None) -> Any:
     async def work(db: Database, schema: str) -> int | None:
-        from replicad.streams import skips, troubles
+        from replicad.streams.daemons import DaemonReports
+        from replicad.streams.registry import Registry
 
         why = reason
         if why is None:
-            known = await troubles.load(db, schema=schema)
+            known = await DaemonReports(db, schema).troubles()
             about = (one for one in known if (one.kind, one.name) == ("stream", name) and f" id {token} " in one.reason)
             why = next((one.reason for one in about), "")
-        return await skips.skip(db, name, token, why, schema=schema)
+        return await Registry(db, schema).skip(name, token, why)
 
     return work
 
 
 def _undo(name: str, token: int, options: dict[str, Any]) -> None:
-    from replicad.streams import skips
-
-    if on_streams(options, lambda db, schema: skips.unskip(db, name, token, schema=schema)):
+    if on_registry(options, lambda registry: registry.unskip(name, token)):
         echo(f"stream {name}: id {token} belongs to it again; readers that have passed it do not get it")
     else:
         echo(f"stream {name}: id {token} is not skipped; `replicad streams skip {quote(name)} --list` shows what is")
 
 
 def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:
-    from replicad.streams import skips
-
-    found = on_streams(options, lambda db, schema: skips.listed(db, name, schema=schema))
+    found = on_registry(options, lambda registry: registry.skips(name))
     rows = [{"id": one.id, "by": one.by, "at": one.at, "reason": one.reason} for one in found]
     print_rows(["id", "by", "at", "reason"], rows, as_json=as_json, nothing=f"no id of stream {name} is skipped")
 
@@ -262,17 +270,14 @@ def add(
     If it is registered already with the same arguments, nothing is changed.
     """
 
-    async def work(db: Database, schema: str) -> tuple[Added, bool]:
-        from replicad.streams import registry
-
+    async def work(registry: Registry) -> tuple[Added, bool]:
         added = await registry.add(
-            db, name, table, id_column, instance_column=instance_column, row=row, method=method,
-            positions_table=positions_table, sequence=sequence, max_row=max_row, schema=schema,
+            name, table, id_column, instance_column=instance_column, row=row, method=method,
+            positions_table=positions_table, sequence=sequence, max_row=max_row,
         )  # fmt: skip
-        daemon = await registry.daemon_connected(db, schema=schema)
-        return added, daemon
+        return added, await registry.daemon_connected()
 
-    added, daemon = on_streams(options, work)
+    added, daemon = on_registry(options, work)
     done = f"stream {added.stream.name} {'registered' if added.new else 'is registered already, just so'}"
     if daemon:
         echo(f"{done}; the daemons that are running serve it within 1 s")
@@ -318,12 +323,13 @@ def show(name: str, as_json: bool, **options: Any) -> None:
     position up to which its rows are the same as in the generation before (a token; docs/positions.md).
     """
 
-    from replicad.streams import registry, status
+    from replicad.streams import status
     from replicad.streams.picture import COLUMNS, StreamPicture
+    from replicad.streams.registry import Registry
 
     async def look(db: Database, schema: str) -> tuple[StreamPicture, tuple[Generation, ...]]:
         found = await status.show(db, name, schema=schema)
-        lineages = await registry.load_lineages(db, name, schema=schema)
+        lineages = await Registry(db, schema).lineages(name)
         return found, lineages[name].generations[::-1] if name in lineages else ()
 
     found, generations = on_streams(options, look)
@@ -352,17 +358,15 @@ def remove(name: str, yes: bool, **options: Any) -> None:
     Its readers are disconnected, and their tokens are of no use for a stream that is added under this name later.
     """
 
-    from replicad.streams import registry
-
     if not yes:
-        published = on_streams(options, _position_of(name))
+        published = on_registry(options, _position_of(name))
         upto = "" if published is None else f", which is published up to {published}"
         raise UsageError(
             f"stream {name}{upto}, would be unregistered: readers are disconnected, their tokens and what senders have "
             "acknowledged are lost, and after another `streams add` readers get all rows again. Its table and rows "
             "stay. To do it, add --yes"
         )
-    on_streams(options, lambda db, schema: registry.remove(db, name, schema=schema))
+    on_registry(options, lambda registry: registry.remove(name))
     echo(f"stream {name} is removed; no table was changed")
 
 
@@ -396,15 +400,12 @@ def trim(name: str, before: str | None, older_than: float | None, acked: bool, *
     if sum((before is not None, age is not None, acked)) != 1:
         raise UsageError("give --before, --older-than or --acked, one of them")
 
-    async def work(db: Database, schema: str) -> tuple[int, int | None, list[SenderAck]]:
-        from replicad.streams import acks
-        from replicad.streams.trimming import trim as trim_stream
-
-        senders = await acks.load(db, name, schema=schema) if acked else []
-        done = await trim_stream(db, name, before=before, older_than=age, acked=acked, schema=schema)
+    async def work(registry: Registry) -> tuple[int, int | None, list[SenderAck]]:
+        senders = await registry.acks(name) if acked else []
+        done = await registry.trim(name, before=before, older_than=age, acked=acked)
         return done.rows, done.upto, senders
 
-    rows, upto, senders = on_streams(options, work)
+    rows, upto, senders = on_registry(options, work)
     echo(f"{rows:,} rows removed" + ("" if upto is None else f"; the stream begins after {upto}"))
     if acked:
         echo(_held_back(name, senders))
@@ -428,20 +429,85 @@ Examples:
 def list_acks(name: str, forget: str | None, as_json: bool, **options: Any) -> None:
     """List the senders of the stream NAME, and up to which token each has acknowledged it by FEDERATION_ACK."""
 
-    async def work(db: Database, schema: str) -> tuple[bool, list[SenderAck]]:
-        from replicad.streams import acks
+    async def work(registry: Registry) -> tuple[bool, list[SenderAck]]:
+        forgotten = forget is not None and await registry.forget_acks(name, forget)
+        return forgotten, await registry.acks(name)
 
-        forgotten = forget is not None and await acks.forget(db, name, forget, schema=schema)
-        return forgotten, await acks.load(db, name, schema=schema)
-
-    forgotten, senders = on_streams(options, work)
+    forgotten, senders = on_registry(options, work)
     if forget is not None and not forgotten:
         say(f"replicad: {forget!r} has acknowledged nothing of {name}, so there is nothing to forget")
     rows = [{"instance": one.instance, "token": one.token, "acked_at": one.acked_at} for one in senders]
     print_rows(["instance", "token", "acked_at"], rows, as_json=as_json, nothing=f"no sender has acknowledged {name}")
 
 
-command.add_command(stream_writers.command)
+@command.command(
+    "writers",
+    epilog="""\b
+Examples:
+  replicad streams writers events
+  replicad streams writers NAME --retire INSTANCE --retire INSTANCE
+  replicad streams writers NAME --retire-idle-since TOKEN""",
+)
+@_name
+@option("--retire", multiple=True, metavar="INSTANCE", help="Retire this writer. May be given several times.")
+@option(
+    "--retire-idle-since",
+    type=ValueType(WHOLE),
+    metavar="TOKEN",
+    help="Retire all writers that have no row above this token.",
+)
+@option(
+    "--quiet-for",
+    type=ValueType(SECONDS),
+    default="60",  # as QUIET of the registry
+    show_default=True,
+    help="Retire only writers that have written nothing for this time.",
+)
+@json_option
+@database_options
+def list_writers(
+    *,
+    name: str,
+    retire: tuple[str, ...],
+    retire_idle_since: int | None,
+    quiet_for: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """List the writers of the stream NAME, or retire some of them.
+
+    The daemon no longer lists a retired writer to readers. The writer keeps its number, so tokens stay valid. When it
+    writes again, it is listed again.
+    """
+    if retire and retire_idle_since is not None:
+        raise UsageError("give --retire or --retire-idle-since, one of them")
+
+    async def work(registry: Registry) -> tuple[int | None, list[StreamWriter]]:
+        names = list(retire)
+        if retire_idle_since is not None:
+            names = await registry.idle_writers(name, retire_idle_since)
+        done = None
+        if names or retire_idle_since is not None:
+            done = await registry.retire_writers(name, names, quiet=quiet_for)
+        return done, await registry.writers(name)
+
+    done, found = on_registry(options, work)
+    if done is not None and not as_json:
+        echo(f"{done:,} writers retired; running daemons do the same within about a second")
+        return
+    rows = [_writer(writer) for writer in found]
+    columns = ["number", "writer", "position", "state", "retired_at"]
+    print_rows(columns, rows, as_json=as_json, nothing=f"stream {name} has no writers yet")
+
+
+def _writer(writer: StreamWriter) -> dict[str, Any]:
+    return {
+        "number": writer.number,
+        "writer": writer.name,
+        "position": writer.position,
+        "state": "retired" if writer.retired else "listed",
+        "retired_at": writer.retired_at,
+    }
 
 
 def _held_back(name: str, senders: list[SenderAck]) -> str:

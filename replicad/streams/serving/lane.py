@@ -19,12 +19,11 @@ from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TokenExpir
 from replicad.retry import Backoff
 from replicad.streams.chunks import Chunk, Enough
 from replicad.streams.row_text import Range
-from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.measures import SentCounts
 from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines, set_lines
 from replicad.streams.serving.stretches import Tally, spans_of
-from replicad.streams.store import TableRows
+from replicad.streams.table_rows import TableRows, is_of_a_row
 from replicad.streams.writer_set import WRITERS_ON_LINE
 
 LINEAR = "*"  # the instance that POSITION names in a linear subscription: all writers together

@@ -27,13 +27,13 @@ from replicad.errors import (
     UnknownStream,
 )
 from replicad.positions.horizon import Fork
+from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.registry import GENERATION, RENEWABLE, Stream, differences
 from replicad.streams.serving.audit import Audit
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.served_stream import KIND, Context, Note, ServedStream
 from replicad.streams.serving.windows import Windows
-from replicad.streams.store import PostgresStore
 
 REGISTRY = "registry"  # the cause of troubles with a stream's entry in the registry; also the name of this service
 READERS = 30.0  # seconds between two tries to make the readers that streams lack
@@ -48,7 +48,7 @@ class Publisher:
 
     def __init__(
         self,
-        store: PostgresStore,
+        registry: DaemonRegistry,
         windows: Windows,
         limits: JournalLimits,
         poller: Poller,
@@ -61,18 +61,18 @@ class Publisher:
         """`windows`: what the audit compares with. `limits`: of the journal of each stream. `deliver`: readers are sent
         back to rows that were skipped.
         """
-        self._store = store
+        self._registry = registry
         self._pace = pace
         self.catchups = catchups
-        self._context = Context(store, poller, troubles, limits, catchups, self.look_at, pace)
+        self._context = Context(registry, poller, troubles, limits, catchups, self.look_at, pace)
         self.served: Mapping[str, ServedStream] = self._context.served  # now, by name
         self._troubles = troubles
         self._streams: dict[str, ServedStream] = {}
         self._faulty: dict[str, str] = {}  # registered, and why they cannot be served
         self._registry_fault: str | None = None  # why the registry cannot be read
         self._noted: dict[str, Note] = {}
-        rewind = store.rewind if deliver else None
-        self.audit = Audit(windows, self.served, troubles, pace, rewind=rewind, keep=store.keep)
+        rewind = registry.rewind if deliver else None
+        self.audit = Audit(windows, self.served, troubles, pace, rewind=rewind, keep=registry.keep)
         self._look = Joined(self._look_once)
         self._nursery: trio.Nursery | None = None
         self._readers_at = 0.0  # when readers that streams lack are made again at the earliest
@@ -288,8 +288,8 @@ class Publisher:
         try:
             found = await self._load_streams()
             fresh = {name for name, stream in found.items() if self._is_new(stream)}
-            published = await self._store.published() if fresh else {}
-            lineages = await self._store.lineages() if fresh else {}
+            published = await self._registry.published() if fresh else {}
+            lineages = await self._registry.lineages() if fresh else {}
         except SchemaMissing as error:
             self._registry_fault = str(error)
             for stream in self._streams.values():
@@ -323,15 +323,15 @@ class Publisher:
     async def _load_streams(self) -> Mapping[str, Stream]:
         """The registry. For a stream whose generation is no longer valid, begins the next one."""
         obstructed = {name for name, stream in self._streams.items() if stream.is_obstructed}
-        found = await self._store.load_streams(self._troubles.names(KIND) | self._faulty.keys() | obstructed)
+        found = await self._registry.look(self._troubles.names(KIND) | self._faulty.keys() | obstructed)
         if trio.current_time() >= self._readers_at and any(stream.lacks_reader for stream in found.values()):
             self._readers_at = trio.current_time() + READERS
-            await self._store.ensure_readers()
-            found = await self._store.load_streams()
+            await self._registry.ensure_readers()
+            found = await self._registry.look()
         if all(stream.continues or stream.fault is not None for stream in found.values()):
             return found
-        await self._store.continue_streams()
-        return await self._store.load_streams()
+        await self._registry.continue_streams()
+        return await self._registry.look()
 
     def _is_new(self, found: Stream) -> bool:
         stream = self._streams.get(found.name)
@@ -358,7 +358,7 @@ class Publisher:
             if note is None or self._noted.get(name) is note:
                 continue
             with self._troubles.contain(KIND, name, "note"):
-                if await self._store.publish(*note):
+                if await self._registry.publish(*note):
                     self._noted[name] = note
 
 

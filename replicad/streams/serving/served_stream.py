@@ -39,11 +39,10 @@ from replicad.groups import sole_leaf
 from replicad.positions.horizon import Fork, Reading
 from replicad.protocol.commands import Error
 from replicad.protocol.tokens import Vector
-from replicad.streams import registry
+from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.lineage import SHARES_NOTHING, Lineage
 from replicad.streams.queries import is_locked
-from replicad.streams.registry import Published, Stream, differences
-from replicad.streams.rows_probe import is_of_a_row
+from replicad.streams.registry import Published, Stream, differences, horizon_source
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import LINEAR, LINEAR_ORDER, PER_WRITER, Copier, Lane
@@ -51,7 +50,7 @@ from replicad.streams.serving.measures import Lag, SentCounts
 from replicad.streams.serving.sent_positions import Positions, position_lines
 from replicad.streams.serving.stretches import Tally
 from replicad.streams.serving.writer_list import ALL, WriterList
-from replicad.streams.store import PostgresStore, TableRows
+from replicad.streams.table_rows import TableRows, is_of_a_row
 
 KIND = "stream"  # of the troubles
 ELSEWHERE = Fork("another daemon")  # it has begun a generation, as a look at the registry has shown
@@ -73,7 +72,7 @@ class Context:
     each stream that begins to be served.
     """
 
-    store: PostgresStore
+    registry: DaemonRegistry
     poller: Poller
     troubles: Troubles
     limits: JournalLimits
@@ -415,12 +414,12 @@ class ServedStream:
 
     def catchup_rows(self, stream: Stream) -> TableRows:
         """The rows of this stream, as it is or was, for clients that catch up."""
-        return self._context.store.catchup_rows(stream)
+        return self._context.registry.catchup_rows(stream)
 
     async def taken(self) -> int:
         """An id that no row which is committed by now is above. Raises StreamRefused: the table is locked."""
         try:
-            return await self._context.store.taken(self.stream, self.positions()[0])
+            return await self._context.registry.taken(self.stream, self.positions()[0])
         except DatabaseError as error:
             raise self._locked_or(error) from error
 
@@ -606,14 +605,14 @@ class ServedStream:
         """Begin to serve at this reading, which has a position."""
         context = self._context
         self.writers = WriterList(
-            self.stream, context.store, self._change_writers, context.troubles, max_listed=self._pace.max_listed
+            self.stream, context.registry, self._change_writers, context.troubles, max_listed=self._pace.max_listed
         )
         self.followed = self._target_reading = reading
         self.strayed = None
         self.late_rows = self.rewinds = 0
         self.tally, self.sent = Tally(), SentCounts()
         self._first_lines = {}
-        self._rows = context.store.rows(self.stream)
+        self._rows = context.registry.rows(self.stream)
         self._nursery = nursery
         self._linear = None
         self._main = self._make_lane(self._targets(reading), linear=False)
@@ -653,7 +652,7 @@ class ServedStream:
         self._watching = True
         self._context.poller.watch(
             self.name,
-            registry.horizon_source(self.stream),
+            horizon_source(self.stream),
             self._on_reading,
             published=position,
             per_writer=per_writer,
@@ -777,7 +776,7 @@ class ServedStream:
 
     def _renew(self) -> None:
         """Use changed names of the table or another row expression, from the next read on."""
-        self._rows = self._context.store.rows(self.stream)
+        self._rows = self._context.registry.rows(self.stream)
         for lane in self.lanes.values():
             lane.renew(self._rows)
 
@@ -807,16 +806,16 @@ class ServedStream:
 
     async def _take_over(self) -> None:
         """Continue in the present generation, from the position that it shares with the published history."""
-        store, fork, before = self._context.store, self._fork, self.stream
+        registry, fork, before = self._context.registry, self._fork, self.stream
         if fork is None:
             return
         if fork is not ELSEWHERE:
-            await store.fork(before, fork.reason)
-        lineage = (await store.lineages(self.name)).get(self.name)
+            await registry.fork(before, fork.reason)
+        lineage = (await registry.lineages(self.name)).get(self.name)
         if lineage is not None and not lineage.knows(before.epoch):
             # The list was restored to a time before our generation, and the rows with it.
-            await store.fork(replace(before, epoch=lineage.present.id), "restored")
-            lineage = (await store.lineages(self.name)).get(self.name)
+            await registry.fork(replace(before, epoch=lineage.present.id), "restored")
+            lineage = (await registry.lineages(self.name)).get(self.name)
         elif (
             lineage is not None
             and fork is not ELSEWHERE
@@ -824,10 +823,10 @@ class ServedStream:
             and not lineage.has_answer(before.epoch, fork.reason)
         ):
             # Another daemon began a generation meanwhile, for something else.
-            await store.fork(replace(before, epoch=lineage.present.id), fork.reason)
+            await registry.fork(replace(before, epoch=lineage.present.id), fork.reason)
             self._forked.set()
             return
-        found = (await store.load_streams()).get(self.name)
+        found = (await registry.look()).get(self.name)
         if self._fork is not fork or lineage is None or found is None or found.fault is not None:
             return  # there is another fork, or the next look at the registry ends this stream
         if found.epoch != lineage.present.id:
@@ -847,7 +846,8 @@ class ServedStream:
         looked = None
         while looked != self.writers.every:  # one may join meanwhile
             looked = dict(self.writers.every)
-            found = {one.name: one.number for one in await self._context.store.named(self.stream, looked.values())}
+            known = await self._context.registry.writers_numbered(self.stream, looked.values())
+            found = {one.name: one.number for one in known}
             if found != looked:
                 return False
         return True

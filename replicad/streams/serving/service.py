@@ -16,11 +16,12 @@ from replicad.daemon.state_columns import StateView
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, StreamRefused, TokenAhead
 from replicad.postgres.bridge import Database
-from replicad.streams.acks import ReaderAck
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
+from replicad.streams.daemon_registry import DaemonRegistry
+from replicad.streams.daemons import DaemonReports
 from replicad.streams.picture import COLUMNS, REFUSED, SERVED, STARTING, WAITING, StreamPicture, state_samples
 from replicad.streams.queries import Impatient
-from replicad.streams.registry import row_source
+from replicad.streams.registry import ReaderAck, Registry, row_source
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import REGISTRY, Publisher
@@ -29,7 +30,6 @@ from replicad.streams.serving.served_stream import KIND, ServedStream
 from replicad.streams.serving.subscriptions import Subscriptions
 from replicad.streams.serving.trouble_book import TroubleBook
 from replicad.streams.serving.windows import Windows
-from replicad.streams.store import PostgresNotes, PostgresStore
 from replicad.streams.waiting_rows import count_waiting
 
 # FEDERATION_ACK: collects acks and writes them once a second.
@@ -47,13 +47,13 @@ class AckService:
 
     def __init__(
         self,
-        notes: PostgresNotes,
+        registry: Registry,
         served: Mapping[str, ServedStream],
         troubles: Troubles,
         pace: StreamIntervals = StreamIntervals(),
     ) -> None:
         """`served`: the streams that are served now, by name."""
-        self._notes = notes
+        self._registry = registry
         self._served = served
         self._pace = pace
         self._troubles = troubles
@@ -130,7 +130,7 @@ class AckService:
                 del self._waiting[key]
 
     async def _write(self, some: Sequence[ReaderAck]) -> bool:
-        await self._notes.note_acks(some)
+        await self._registry.note_acks(some)
         return True
 
     def _refused(self, error: DatabaseError) -> None:
@@ -237,7 +237,7 @@ class StreamFigures:
     async def _count(self) -> None:
         """Count the rows that wait. Streams of which nothing can wait are not asked for."""
         sources = {
-            name: (row_source(stream.stream, schema=self._schema), published)
+            name: (row_source(stream.stream, self._schema), published)
             for name, stream in self._publisher.streams.items()
             if (published := stream.published) is not None
             and stream.stream.denied is None
@@ -335,7 +335,7 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
     def open_service(host: Host) -> StreamService:
         pools, limits, troubles = host.pools, host.settings.limits, host.troubles
         schema = host.settings.database.stream_schema
-        store, notes = PostgresStore(pools.streams, pools.catchups, schema), PostgresNotes(pools.housekeeping, schema)
+        registry = DaemonRegistry(pools.streams, pools.catchups, schema)
         journal = JournalLimits(
             limits.journal_bytes,
             max_age=limits.journal_seconds,
@@ -346,10 +346,10 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
         deliver = host.settings.late_rows == "deliver"
         catchups = Catchups(CatchupLimits.of(limits))
         publisher = Publisher(
-            store, windows, journal, host.poller, troubles, catchups=catchups, pace=pace, deliver=deliver
+            registry, windows, journal, host.poller, troubles, catchups=catchups, pace=pace, deliver=deliver
         )
-        acks = AckService(notes, publisher.served, troubles, pace)
-        book = TroubleBook(notes, troubles, host.settings.server_name, pace)
+        acks = AckService(Registry(pools.housekeeping, schema), publisher.served, troubles, pace)
+        book = TroubleBook(DaemonReports(pools.housekeeping, schema), troubles, host.settings.server_name, pace)
         service = StreamService(publisher, acks, book, host.poller, pace)
         host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema))
         host.figures.catching_up = catchups.following

@@ -11,9 +11,8 @@ from uuid import uuid4
 import trio
 
 from replicad.daemon.troubles import Troubles
+from replicad.streams.daemons import DaemonReports, Row
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.store import PostgresNotes
-from replicad.streams.troubles import Row
 
 LAST_WRITE = 1.0  # seconds to remove this daemon's rows at the end
 MAX_TROUBLES = 1000  # in Postgres; the log has them all
@@ -28,9 +27,9 @@ class TroubleBook:
     """Writes the present troubles whenever they change. `server_name`: the daemon's name for people."""
 
     def __init__(
-        self, notes: PostgresNotes, troubles: Troubles, server_name: str, pace: StreamIntervals = StreamIntervals()
+        self, reports: DaemonReports, troubles: Troubles, server_name: str, pace: StreamIntervals = StreamIntervals()
     ) -> None:
-        self._notes = notes
+        self._reports = reports
         self._pace = pace
         self._troubles = troubles
         self._daemon = f"{daemon_name(server_name)} {uuid4().hex[:8]}"
@@ -49,7 +48,7 @@ class TroubleBook:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + LAST_WRITE):
                 if self._written:
                     with self._troubles.contain("service", "troubles", "write"):
-                        await self._notes.write_troubles(self._daemon, [])
+                        await self._reports.write_troubles(self._daemon, [])
 
     async def _write(self) -> None:
         current = self._troubles.current()[:MAX_TROUBLES]
@@ -59,5 +58,5 @@ class TroubleBook:
         rows = [Row(*one.place, one.code, one.reason, now - one.since) for one in current]
         with self._troubles.contain("service", "troubles", "write"):
             self._written = True
-            await self._notes.write_troubles(self._daemon, rows)
+            await self._reports.write_troubles(self._daemon, rows)
             self._written = bool(rows)

@@ -15,9 +15,9 @@ import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.errors import StreamRefused
+from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.registry import Stream
 from replicad.streams.row_text import MASTER
-from replicad.streams.store import PostgresStore
 from replicad.streams.writer_set import writers_lines
 
 ALL = "+"  # the name that stands for all writers of a crowded stream
@@ -33,7 +33,7 @@ class WriterList:
     def __init__(
         self,
         stream: Stream,
-        store: PostgresStore,
+        registry: DaemonRegistry,
         change_writers: ChangeWriters,
         troubles: Troubles | None,
         *,
@@ -44,7 +44,7 @@ class WriterList:
         self.crowded = len(stream.writers.keys() - {ALL}) > max_listed
         self.numbers = {name: number for name, number in self.every.items() if (name == ALL) == self.crowded}
         self._stream = stream
-        self._store = store
+        self._registry = registry
         self._max_listed = max_listed
         self._change_writers = change_writers
         self._troubles = troubles
@@ -103,7 +103,7 @@ class WriterList:
         missing = wanted - set(self.numbers.values())
         if not missing:
             return missing
-        found = await self._store.named(self._stream, missing)
+        found = await self._registry.writers_numbered(self._stream, missing)
         await self.add({one.name for one in found if not one.retired})
         return missing - {one.number for one in found}
 
@@ -124,7 +124,7 @@ class WriterList:
         names, found, forks = list(names), dict[str, int](), -1
         while forks != self._forks:
             forks = self._forks
-            found = await self._store.ensure_writers(self._stream, names)
+            found = await self._registry.ensure_writers(self._stream, names)
         taken = {number: name for name, number in self.every.items()}
         for name, number in found.items():
             if taken.get(number, name) != name or self.every.get(name, number) != number:

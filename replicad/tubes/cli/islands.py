@@ -273,7 +273,7 @@ async def tube_states(
 
     If the reports of daemons cannot be read (no right, no such table), they are left out too.
     """
-    from replicad.streams import troubles
+    from replicad.streams.daemons import DaemonReports
     from replicad.tubes.pods import load_tubes
     from replicad.tubes.untouched import load_untouched
 
@@ -286,7 +286,7 @@ async def tube_states(
     for name, reason in (await load_untouched(db, tube_schema)).items():
         reasons.setdefault(name, []).append(reason)
     try:
-        reported = await troubles.load(db, schema=stream_schema)
+        reported = await DaemonReports(db, stream_schema).troubles()
     except DatabaseUnavailable:
         raise
     except DatabaseError:

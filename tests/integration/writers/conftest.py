@@ -12,8 +12,7 @@ import trio
 from replicad.positions.horizon import Horizon, Reading
 from replicad.postgres import schema
 from replicad.postgres.bridge import Connection, Database, open_database
-from replicad.streams import registry
-from replicad.streams.registry import Method
+from replicad.streams.registry import Method, Registry, Stream, horizon_source
 from tests.conftest import PATIENCE
 
 # True once there is no session of writer one; kills it until then.
@@ -33,7 +32,7 @@ async def until(db: Database, sql: str) -> None:
 class Facts:
     """A reserved stream `facts` with an instance column, and a reader that trusts the horizon and checks it."""
 
-    def __init__(self, db: Database, url: str, horizon: Horizon, stream: registry.Stream) -> None:
+    def __init__(self, db: Database, url: str, horizon: Horizon, stream: Stream) -> None:
         self.db, self.url, self.horizon, self.stream = db, url, horizon, stream
         self.position = 0
         self.rows: set[int] = set()
@@ -82,11 +81,11 @@ async def facts(database_url: str) -> AsyncIterator[Facts]:
         await schema.install(db, "stream", "replicad")
         await db.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, instance_name text)")
         stream = (
-            await registry.add(db, "facts", "facts", "id", instance_column="instance_name", method=Method.RESERVATION)
+            await Registry(db).add("facts", "facts", "id", instance_column="instance_name", method=Method.RESERVATION)
         ).stream
-        numbers = await registry.ensure_writers(db, stream, ["one", "two", "three"])
+        numbers = await Registry(db).ensure_writers(stream, ["one", "two", "three"])
         # A clock on which every forced flush is due at once, so that no position waits for the next poll.
         async with Horizon(db, now=count(0, 0.1).__next__) as horizon:
-            horizon.watch("facts", registry.horizon_source(stream), published=0, writers=numbers)
+            horizon.watch("facts", horizon_source(stream), published=0, writers=numbers)
             await horizon.poll()  # a value counts as given out once it has moved since the first poll
             yield Facts(db, database_url, horizon, stream)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from replicad.errors import DatabaseError, StreamRefused
-from replicad.streams import registry
+from replicad.streams.registry import horizon_source
 from replicad.streams.writing.writer import open_writer
 
 from .conftest import Facts
@@ -118,7 +118,7 @@ async def test_a_refused_reservation_names_the_grant(facts: Facts, stranger: str
 async def test_without_the_secret_every_lock_counts(facts: Facts, stranger: str) -> None:
     """A daemon of fewer rights serves as before. It cannot tell a writer's lock, so it skips nothing."""
     await facts.db.execute("CREATE TABLE hidden AS SELECT * FROM replicad.stream_reservation_key WITH NO DATA")
-    source = registry.horizon_source(facts.stream)
+    source = horizon_source(facts.stream)
     for table in (None, "public.missing", "public.hidden"):
         facts.horizon.watch("facts", type(source)(facts.stream.number, source.sequence, table), published=0)  # type: ignore
         async with facts.transaction() as writer:

@@ -16,7 +16,7 @@ from adbc_driver_postgresql import dbapi
 
 from replicad.errors import StreamRefused, UnknownStream
 from replicad.positions.horizon import HolderKind
-from replicad.streams import registry
+from replicad.streams.registry import Registry
 from replicad.streams.writing import blocking_writer as blocking
 from replicad.streams.writing import writer as writers
 from replicad.streams.writing.writer import open_writer
@@ -253,7 +253,7 @@ async def test_a_connection_that_does_not_answer_is_cut_and_the_writer_goes_on(
 
 async def test_what_cannot_be_reserved_is_refused_with_the_remedy(facts: Facts) -> None:
     await facts.db.execute("CREATE TABLE plain (id bigserial PRIMARY KEY)")
-    await registry.add(facts.db, "plain", "plain", "id")
+    await Registry(facts.db).add("plain", "plain", "id")
     with pytest.raises(StreamRefused, match=r"plain are not reserved.*lock_watch.*method reservation"):
         async with open_writer(facts.db, "plain"):
             pass

@@ -23,12 +23,13 @@ from replicad.daemon.session import Session
 from replicad.daemon.supervision import keep_running, keep_service
 from replicad.daemon.troubles import Troubles
 from replicad.protocol.states import CloseReason
+from replicad.streams.daemon_registry import DaemonRegistry
+from replicad.streams.daemons import DaemonReports
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.service import AckService, StreamService
 from replicad.streams.serving.trouble_book import TroubleBook
-from replicad.streams.store import PostgresNotes, PostgresStore
 from tests.vocabulary import EVERY
 
 from .memory_streams import MemoryPositions, MemoryStore
@@ -130,10 +131,12 @@ class Streams:
         self.store = store
         self.positions = MemoryPositions()
         self.troubles = desk.troubles
-        poller, rows, notes = cast(Poller, self.positions), cast(PostgresStore, store), cast(PostgresNotes, store)
-        self.publisher = Publisher(rows, store, limits, poller, self.troubles, catchups=Catchups(catchups), pace=pace)
-        acks = AckService(notes, self.publisher.served, self.troubles, pace)
-        book = TroubleBook(notes, self.troubles, "example.com", pace)
+        poller, registry = cast(Poller, self.positions), cast(DaemonRegistry, store)
+        self.publisher = Publisher(
+            registry, store, limits, poller, self.troubles, catchups=Catchups(catchups), pace=pace
+        )
+        acks = AckService(registry, self.publisher.served, self.troubles, pace)
+        book = TroubleBook(cast(DaemonReports, store), self.troubles, "example.com", pace)
         self.service = StreamService(self.publisher, acks, book, poller, pace)
         self.connect = desk.connect
 

@@ -17,17 +17,15 @@ import trio
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, StreamRefused, TokenExpired, UnknownStream
 from replicad.positions.horizon import Reading, Source
 from replicad.protocol.tokens import Vector
-from replicad.streams.acks import ReaderAck
 from replicad.streams.chunks import MAX_ROW, Chunk, chunk_of, no_longer
+from replicad.streams.daemons import Row
 from replicad.streams.lineage import Generation, Lineage
-from replicad.streams.registry import Method, Published, RetentionChange, Rewound, Stream
+from replicad.streams.registry import Method, Published, ReaderAck, RetentionChange, Rewound, Stream, StreamWriter
 from replicad.streams.row_pieces import Segment
 from replicad.streams.row_text import MASTER, Range, wire_instance
 from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.ranges import CountedRange
 from replicad.streams.serving.windows import Attached, Look, Window
-from replicad.streams.stream_writers import StreamWriter
-from replicad.streams.troubles import Row
 
 CHUNK_ROWS = 3  # in one chunk, so that a few rows take several
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -195,7 +193,7 @@ class MemoryRows:
 
 
 class MemoryStore:
-    """`PostgresStore`, `PostgresNotes` and `Windows` in memory.
+    """`DaemonRegistry`, `DaemonReports` and `Windows` in memory.
 
     `fails[what]` is raised by every call of that kind: `registry`, `rows`, ...
     """
@@ -233,14 +231,14 @@ class MemoryStore:
         if kind in self.fails:
             raise self.fails[kind]
 
-    # --- `PostgresStore` ---
+    # --- `DaemonRegistry` ---
 
     def rows(self, stream: Stream) -> MemoryRows:
         return MemoryRows(self, stream)
 
     catchup_rows = rows
 
-    async def load_streams(self, suspects: object = ()) -> dict[str, Stream]:
+    async def look(self, suspects: object = ()) -> dict[str, Stream]:
         self.looks += 1
         await self.answer("registry")
         return dict(self.streams)
@@ -302,7 +300,7 @@ class MemoryStore:
         self.tables[stream.name].retired -= set(names)
         return {wire_instance(name): known[wire_instance(name)] for name in names}
 
-    async def named(self, stream: Stream, numbers: Collection[int]) -> Sequence[StreamWriter]:
+    async def writers_numbered(self, stream: Stream, numbers: Collection[int]) -> Sequence[StreamWriter]:
         await self.answer("writers")
         retired = self.tables[stream.name].retired
         return [
@@ -335,11 +333,11 @@ class MemoryStore:
         self.generations.setdefault(stream.name, []).append(begun)
         self.change(stream.name, epoch=epoch, continues=True)
 
-    # --- `PostgresNotes` ---
-
     async def note_acks(self, some: Sequence[ReaderAck]) -> None:
         await self.answer("acks")
         self.acks += some
+
+    # --- `DaemonReports` ---
 
     async def write_troubles(self, daemon: str, rows: Sequence[Row]) -> None:
         await self.answer("troubles")

@@ -300,14 +300,14 @@ async def test_a_look_that_is_older_than_what_was_taken_over_begins_no_generatio
         await streams.write("s", 1, 2, 3, 4)
         client = streams.connect()
         await client.say("REPLICATE s NOW")
-        load, stale, late = streams.store.load_streams, dict(streams.store.streams), trio.Event()
+        load, stale, late = streams.store.look, dict(streams.store.streams), trio.Event()
 
         async def load_late(_: object = ()) -> dict[str, Stream]:
-            streams.store.load_streams = load  # type: ignore[method-assign]
+            streams.store.look = load  # type: ignore[method-assign]
             await late.wait()
             return stale
 
-        streams.store.load_streams = load_late  # type: ignore[method-assign]
+        streams.store.look = load_late  # type: ignore[method-assign]
         await settle(1.5)
         put(streams, 1, 2, 3)
         fork(streams, "restored", noted=2)
@@ -328,13 +328,13 @@ async def test_a_stream_that_ends_while_a_generation_is_taken_over_is_watched_by
     """A restored database gives reasons for both at once. What has ended must not end the watch of its successor."""
     async with open_streams("s") as streams:
         await streams.write("s", 1, 2, 3)
-        load, watch, old = streams.store.load_streams, streams.positions.watch, streams.publisher.streams["s"]
+        load, watch, old = streams.store.look, streams.positions.watch, streams.publisher.streams["s"]
         watching: list[object] = []
 
         async def load_and_end(_: object = ()) -> dict[str, Stream]:
             found = await load()
             if old.forked:
-                streams.store.load_streams = load  # type: ignore[method-assign]
+                streams.store.look = load  # type: ignore[method-assign]
                 old.over = "its table was replaced"
                 await streams.publisher._look_once()  # ends it and begins its successor, after our last wait
             return found
@@ -343,7 +343,7 @@ async def test_a_stream_that_ends_while_a_generation_is_taken_over_is_watched_by
             watching.append(on_reading.__self__)  # type: ignore[attr-defined]
             watch(name, source, on_reading, **more)
 
-        streams.store.load_streams = load_and_end  # type: ignore[method-assign]
+        streams.store.look = load_and_end  # type: ignore[method-assign]
         streams.positions.watch = note  # type: ignore[method-assign, assignment]
         fork(streams, "restored", noted=2)
         await settle(1.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from replicad.streams.store import PostgresStore
+from replicad.streams.daemon_registry import DaemonRegistry
 from tests.store_suite import check_store
 
 from .memory_streams import MemoryStore
@@ -19,4 +19,4 @@ async def test_the_store_in_memory_keeps_the_claims_of_every_store() -> None:
         if body == "poison":
             store.tables["s"].poison.add(id)
 
-    await check_store(cast(PostgresStore, store), insert)
+    await check_store(cast(DaemonRegistry, store), insert)

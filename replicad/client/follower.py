@@ -19,8 +19,7 @@ from replicad.client.events import Gap, GenerationBegan, PositionMoved, Reset, R
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.command import Command
 from replicad.protocol.tokens import MAX_TOKEN, Vector
-from replicad.streams.commands import BATCH, Position, Rdata, Writers
-from replicad.streams.writer_set import WriterSet
+from replicad.streams.commands import BATCH, Position, Rdata, Writers, WriterSet
 
 UNKNOWN = -(1 << 63) - 1  # below every bigint: a position that was not received yet
 LINEAR = "*"  # the instance in POSITION that stands for all writers

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from replicad.client.events import RowBatch
-from replicad.streams.commands import BATCH
-from replicad.streams.writer_set import WRITERS_ON_LINE, writers_lines
+from replicad.streams.commands import BATCH, WRITERS_ON_LINE, writers_lines
 
 ALIVE = b"PING"  # the first line of a `sync`
 MISSED = b"ERROR stream_forked: this stream begins a generation; go on by TCP, from your token"

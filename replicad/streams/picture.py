@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from replicad.daemon.figures import COUNTER, GAUGE, Family, Sample
 from replicad.daemon.state_columns import ConsoleForm, StateColumn, StateColumns, StateView
 from replicad.positions.horizon import Holder
+from replicad.streams.queries import MOST
 from replicad.streams.registry import Stream
 from replicad.streams.rows import COUNT_LIMIT
-from replicad.streams.waiting_rows import MOST
 from replicad.terminal import holders
 
 if TYPE_CHECKING:

@@ -10,14 +10,15 @@ Postgres analyses a cached statement again after each of these commands.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
 from replicad.postgres.bridge import load_sql, quote_ident, quote_literal
-from replicad.streams import writer_ranges
 from replicad.streams.chunks import MAX_ROW
 
 MASTER: Final = "master"  # the writer of rows that name none, as in Synapse
@@ -214,15 +215,12 @@ class RowText:
 
     def _within(self, ranges: Mapping[str, Range], others: Range | None) -> str:
         column = f"t.{quote_ident(self.id_column)}"
-        if writer_ranges.is_one(ranges, others):
+        if is_one(ranges, others):
             return "true"
         if len(ranges) > _CASES:
-            return writer_ranges.condition(ranges, others, column, self._instance())
-        cases = {
-            name: f" WHEN {quote_literal(name)} THEN {writer_ranges.within(column, span)}"
-            for name, span in ranges.items()
-        }
-        rest = "false" if others is None else writer_ranges.within(column, others)
+            return condition(ranges, others, column, self._instance())
+        cases = {name: f" WHEN {quote_literal(name)} THEN {within(column, span)}" for name, span in ranges.items()}
+        rest = "false" if others is None else within(column, others)
         general = f"CASE {self._instance()}{''.join(cases.values())} ELSE {rest} END" if cases else rest
         plain = "".join(case for name, case in cases.items() if wire_instance(name) == name)
         return f"CASE {self._raw_instance()}{plain} ELSE {general} END" if plain else general
@@ -235,3 +233,50 @@ class RowText:
         if self.instance_column is None:
             return quote_literal(MASTER)
         return f"{quote_ident(self.schema)}.stream_instance({self._raw_instance()})"
+
+
+# SQL for a range of ids for each writer. Its cost per row does not grow with the number of writers.
+#
+# Few ranges are compared with lists of names, which Postgres hashes; many are looked up in an object of jsonb.
+
+MAX_GROUPS = 4  # different ranges that are compared one after another
+
+
+def within(column: str, span: Range) -> str:
+    """The id is in the range; `column` is SQL."""
+    return f"{column} > {int(span[0])} AND {column} <= {int(span[1])}"
+
+
+def is_one(ranges: Mapping[str, Range], others: Range | None) -> bool:
+    """Whether all writers, named or not, have the same range."""
+    return all(span == others for span in ranges.values())
+
+
+def condition(ranges: Mapping[str, Range], others: Range | None, column: str, instance: str) -> str:
+    """The row's id is in the range of its writer; writers that are not named have the range `others`, or no rows.
+
+    `column` is SQL for the id, `instance` for the writer's name.
+    """
+    groups: defaultdict[Range, list[str]] = defaultdict(list)
+    for name, span in ranges.items():
+        groups[span].append(name)
+    if len(groups) > MAX_GROUPS:
+        return _looked_up(ranges, others, column, instance)
+    cases = "".join(
+        f" WHEN {instance} = ANY ({_array(names)}) THEN {within(column, span)}" for span, names in groups.items()
+    )
+    return f"CASE{cases} ELSE {'false' if others is None else within(column, others)} END"
+
+
+def _array(names: list[str]) -> str:
+    quoted = ",".join('"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"' for name in names)
+    return quote_literal("{" + quoted + "}") + "::text[]"
+
+
+def _looked_up(ranges: Mapping[str, Range], others: Range | None, column: str, instance: str) -> str:
+    bounds = []
+    for at, compare in enumerate((">", "<=")):
+        known = quote_literal(json.dumps({name: span[at] for name, span in ranges.items()}, ensure_ascii=False))
+        rest = "NULL" if others is None else str(int(others[at]))
+        bounds.append(f"{column} {compare} coalesce(({known}::jsonb -> {instance})::bigint, {rest})")
+    return " AND ".join(bounds)

@@ -14,9 +14,8 @@ from replicad.errors import DatabaseError, RowTooLong
 from replicad.postgres.bridge import load_sql
 from replicad.postgres.owners import AsOwner
 from replicad.postgres.statements import Queries
-from replicad.streams import writer_ranges
 from replicad.streams.chunks import Chunk, Enough, LineCutter, chunk_of, no_longer, whole_ids
-from replicad.streams.row_text import MASTER, Range, RowText
+from replicad.streams.row_text import MASTER, Range, RowText, is_one
 
 COUNT_LIMIT: Final = 1_000_000  # rows; counting more would take seconds
 FEW: Final = 256  # ids; so many rows, and fewer FEW_BYTES, come faster by a prepared statement than by a COPY
@@ -81,7 +80,7 @@ class RowSource(RowText):
             return 0
         one = ranges.get(MASTER) if self.instance_column is None else others
         rows = None
-        if one is not None and (self.instance_column is None or writer_ranges.is_one(ranges, others)):
+        if one is not None and (self.instance_column is None or is_one(ranges, others)):
             rows = await self._copy_few(db, *one, sink, limit)
         if rows is not None:
             return rows

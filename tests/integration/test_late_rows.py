@@ -14,11 +14,10 @@ from replicad.postgres.bridge import Database
 from replicad.streams.lineage import Lineage
 from replicad.streams.registry import Registry, Stream
 from replicad.streams.serving.audit import Audit
+from replicad.streams.serving.counts import Tally
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import Lane
-from replicad.streams.serving.ranges import CountedRange
-from replicad.streams.serving.stretches import Tally
-from replicad.streams.serving.windows import Windows
+from replicad.streams.serving.windows import CountedRange, Windows
 from tests.conftest import PATIENCE
 
 PLAIN = "CREATE TABLE events (id bigserial PRIMARY KEY, body text)"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from replicad.streams.serving import ranges
-from replicad.streams.serving.ranges import LOWEST, CountedRange, CountedRanges
+from replicad.streams.serving.windows import GRAIN, LOWEST, MOST_RANGES, CountedRange, CountedRanges
 
 
 def looked(found: CountedRanges, rows: dict[int, int], most: int = 10**9) -> dict[int, int]:
@@ -74,13 +73,13 @@ def test_ranges_that_follow_one_another_have_all_ids_and_are_few_whatever_comes(
     while any(one.rows is None for one in found.ranges):
         looked(found, rows)
     assert sum(one.rows or 0 for one in found.ranges) >= sum(rows[id] for id in rows if id <= found.upto)
-    assert all((a.rows or 0) + (b.rows or 0) > ranges.GRAIN / 2 for a, b in zip(found.ranges, found.ranges[1:]))  # noqa: B905
+    assert all((a.rows or 0) + (b.rows or 0) > GRAIN / 2 for a, b in zip(found.ranges, found.ranges[1:]))  # noqa: B905
 
 
 def test_there_are_never_more_ranges_than_the_bound() -> None:
     found = CountedRanges()
-    for n in range(1, 3 * ranges.MOST_RANGES):
+    for n in range(1, 3 * MOST_RANGES):
         found.reach(n)
-        found.note(CountedRange(n - 1 if n > 1 else LOWEST, n, ranges.GRAIN))
-        assert len(found.ranges) <= ranges.MOST_RANGES
-    assert sum(one.rows or 0 for one in found.ranges) == ranges.GRAIN * (3 * ranges.MOST_RANGES - 1)
+        found.note(CountedRange(n - 1 if n > 1 else LOWEST, n, GRAIN))
+        assert len(found.ranges) <= MOST_RANGES
+    assert sum(one.rows or 0 for one in found.ranges) == GRAIN * (3 * MOST_RANGES - 1)

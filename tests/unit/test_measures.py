@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from replicad.daemon.journal import Channel
-from replicad.streams.serving.measures import MINUTE, SentCounts
+from replicad.streams.serving.counts import MINUTE, SentCounts
 
 
 def copied(sent: SentCounts, *, size: int, readers: int) -> None:

@@ -10,9 +10,8 @@ from replicad.protocol.command import Command
 from replicad.protocol.tokens import MAX_TOKEN, Vector
 from replicad.protocol.words import Side
 from replicad.streams.chunks import Chunk
-from replicad.streams.commands import Position, Replicate, Writers
-from replicad.streams.serving.sent_positions import LastTokens, position_lines, set_lines
-from replicad.streams.writer_set import WRITERS_ON_LINE, WriterSet, writers_lines
+from replicad.streams.commands import WRITERS_ON_LINE, Position, Replicate, Writers, WriterSet, writers_lines
+from replicad.streams.serving.lane import LastTokens, position_lines, set_lines
 from tests.vocabulary import parse
 
 EPOCH = "7c1fd2a90b31"

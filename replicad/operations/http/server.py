@@ -40,7 +40,7 @@ from replicad.operations.http.streams import RowsPage
 from replicad.operations.http.surroundings import Surroundings
 from replicad.operations.http.wire import Ended
 from replicad.operations.serving import STATUS
-from replicad.streams.serving.trouble_book import daemon_name
+from replicad.streams.serving.service import daemon_name
 
 # The pages of `serve --http`. Each answers within a bounded time, from the daemon's memory. Rows: `streams`.
 

@@ -18,7 +18,7 @@ from replicad.daemon.state_columns import StateView
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
 from replicad.streams.daemons import DAEMON_COLUMNS, DaemonBeat, DaemonReports, Reported
-from replicad.streams.serving.trouble_book import daemon_name
+from replicad.streams.serving.service import daemon_name
 
 MOST = 1000  # backfills, reports, and daemons
 

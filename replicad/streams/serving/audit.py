@@ -22,12 +22,21 @@ from replicad.daemon.troubles import Troubles
 from replicad.streams.lineage import Lineage
 from replicad.streams.registry import Method, RetentionChange, Rewound, Stream
 from replicad.streams.row_pieces import segments
+from replicad.streams.serving.counts import Run, Stretch, ids_of
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import Lane
-from replicad.streams.serving.ranges import HIGHEST, LOWEST, CountedRange, CountedRanges
 from replicad.streams.serving.served_stream import ServedStream
-from replicad.streams.serving.stretches import Run, Stretch, ids_of
-from replicad.streams.serving.windows import MAX_COUNTED, Attached, Look, Window, Windows
+from replicad.streams.serving.windows import (
+    HIGHEST,
+    LOWEST,
+    MAX_COUNTED,
+    Attached,
+    CountedRange,
+    CountedRanges,
+    Look,
+    Window,
+    Windows,
+)
 
 # One comparison of the sent rows of a stream with its table. It only reads; `audit` acts on what it finds.
 

@@ -15,8 +15,7 @@ from replicad.protocol.states import CloseReason
 from replicad.streams.chunks import Chunk
 from replicad.streams.row_pieces import Piece, Segment, clipped, segments
 from replicad.streams.serving.catchups import Catchups, PieceRead
-from replicad.streams.serving.lane import LINEAR, Copier, below
-from replicad.streams.serving.sent_positions import LastTokens, position_lines
+from replicad.streams.serving.lane import LINEAR, Copier, LastTokens, below, position_lines
 from replicad.streams.serving.served_stream import Start
 
 SECONDS = 2.0  # that a client takes for one piece at most, beside many others

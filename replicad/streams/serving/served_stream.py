@@ -44,11 +44,9 @@ from replicad.streams.lineage import SHARES_NOTHING, Lineage
 from replicad.streams.queries import is_locked
 from replicad.streams.registry import Published, Stream, differences, horizon_source
 from replicad.streams.serving.catchups import Catchups
+from replicad.streams.serving.counts import Lag, SentCounts, Tally
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.serving.lane import LINEAR, LINEAR_ORDER, PER_WRITER, Copier, Lane
-from replicad.streams.serving.measures import Lag, SentCounts
-from replicad.streams.serving.sent_positions import Positions, position_lines
-from replicad.streams.serving.stretches import Tally
+from replicad.streams.serving.lane import LINEAR, LINEAR_ORDER, PER_WRITER, Copier, Lane, Positions, position_lines
 from replicad.streams.serving.writer_list import ALL, WriterList
 from replicad.streams.table_rows import TableRows, is_of_a_row
 

@@ -31,9 +31,8 @@ from replicad.protocol.states import CloseReason
 from replicad.streams.commands import Replicate, Taken
 from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.intervals import StreamIntervals
-from replicad.streams.serving.lane import LINEAR
+from replicad.streams.serving.lane import LINEAR, position_lines, set_lines
 from replicad.streams.serving.publisher import Publisher
-from replicad.streams.serving.sent_positions import position_lines, set_lines
 from replicad.streams.serving.served_stream import ServedStream, Start
 
 # The text of a PING: readable for people, and every client of the original protocol accepts a PING.

@@ -15,10 +15,10 @@ import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.errors import StreamRefused
+from replicad.streams.commands import writers_lines
 from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.registry import Stream
 from replicad.streams.row_text import MASTER
-from replicad.streams.writer_set import writers_lines
 
 ALL = "+"  # the name that stands for all writers of a crowded stream
 SHOWN = 20  # writers that one line of the log names

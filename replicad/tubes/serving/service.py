@@ -27,8 +27,7 @@ from replicad.errors import DataLoss
 from replicad.positions.horizon import Reading
 from replicad.postgres.bridge import Database, quote_ident, quote_literal
 from replicad.postgres.statements import statement
-from replicad.streams.queries import Impatient
-from replicad.streams.together import fetch_together
+from replicad.streams.queries import Impatient, fetch_together
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.bulk import BulkBook
 from replicad.tubes.commands import COMMANDS

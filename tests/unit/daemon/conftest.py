@@ -28,8 +28,7 @@ from replicad.streams.daemons import DaemonReports
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
-from replicad.streams.serving.service import AckService, StreamService
-from replicad.streams.serving.trouble_book import TroubleBook
+from replicad.streams.serving.service import AckService, StreamService, TroubleBook
 from tests.vocabulary import EVERY
 
 from .memory_streams import MemoryPositions, MemoryStore

@@ -24,8 +24,7 @@ from replicad.streams.registry import Method, Published, ReaderAck, RetentionCha
 from replicad.streams.row_pieces import Segment
 from replicad.streams.row_text import MASTER, Range, wire_instance
 from replicad.streams.rows import ChunkSink
-from replicad.streams.serving.ranges import CountedRange
-from replicad.streams.serving.windows import Attached, Look, Window
+from replicad.streams.serving.windows import Attached, CountedRange, Look, Window
 
 CHUNK_ROWS = 3  # in one chunk, so that a few rows take several
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)

@@ -15,7 +15,7 @@ from replicad.daemon.figures import COUNTER, GAUGE, Family, FigureQuery, Figures
 from replicad.daemon.troubles import Troubles
 from replicad.operations.http import metrics
 from replicad.positions.horizon import Holder, HolderKind, Reading
-from replicad.streams.serving.measures import MARKS, Lag
+from replicad.streams.serving.counts import MARKS, Lag
 from tests import figures_page as page
 
 FAMILIES = [one for families in page.PARTS.values() for one in families]

@@ -16,7 +16,7 @@ from replicad.streams.chunks import Chunk
 from replicad.streams.row_pieces import Piece, Segment, clipped, segments
 from replicad.streams.serving.catchups import Catchups, PieceRead
 from replicad.streams.serving.lane import LINEAR, Copier, LastTokens, below, position_lines
-from replicad.streams.serving.served_stream import Start
+from replicad.streams.serving.starts import Start
 
 SECONDS = 2.0  # that a client takes for one piece at most, beside many others
 TOGETHER = 256 << 10  # bytes of chunks that are sent at a time

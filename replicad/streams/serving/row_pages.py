@@ -24,6 +24,7 @@ from replicad.streams.serving.copying import Copying
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.served_stream import ServedStream
+from replicad.streams.serving.starts import begin
 
 PAGE_BYTES = 512 << 10  # lines of a page; the rows of one id are never divided, whatever their size
 FRESH = 1.0  # seconds for which a closed page is given to others without a look at Postgres
@@ -177,9 +178,8 @@ class RowPages:
     async def _read(self, stream: ServedStream, wanted: PageRequest) -> RowPage | None:
         """The page; None if another generation has begun meanwhile."""
         token = None if wanted.token == "EARLIEST" else Vector.parse(wanted.token)  # noqa: S105 - no secret
-        start = await stream.begin(wanted.token, wanted.asker, linear=False)
-        begin = start.others_after if token is None else token.minimum
-        upto = max(begin, stream.sent_upto)
+        start = await begin(stream, wanted.token, wanted.asker, linear=False)
+        upto = max(start.others_after if token is None else token.minimum, stream.sent_upto)
         taken = _Ids(wanted.asker, wanted.limit)
         copying = Copying(self._publisher.catchups, taken, start)
         closed, stopped = False, None

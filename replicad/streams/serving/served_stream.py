@@ -4,8 +4,6 @@ First it is watched. When its first position is known, it is served: it takes po
 writers, and passes targets to its orders, which fill the journals. It has up to two orders, each a `Lane`: per writer,
 and linear, which begins with its first subscriber. A failure ends only this stream: its readers get the reason, the
 trouble is reported, and after a growing pause the stream is watched and served again, with new journals.
-
-`begin` is the way from the token of a REPLICATE, or of a page over HTTP, to the place where its reader begins.
 """
 
 from __future__ import annotations
@@ -24,16 +22,12 @@ from replicad.daemon.poller import Poller
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import (
-    BadToken,
     DatabaseError,
     ReplicadError,
     StreamRefused,
     StreamWaits,
     TableReplaced,
     TokenAhead,
-    TokenExpired,
-    TokenForked,
-    forked_text,
 )
 from replicad.groups import sole_leaf
 from replicad.positions.horizon import Fork, Reading
@@ -56,8 +50,6 @@ FOLLOW = "follow"  # the cause of a trouble that keeps a stream from taking a ne
 FORK = "fork"  # the cause of a trouble that keeps a stream from going on in another generation
 STALLS = ("copy", FOLLOW, FORK)  # the causes of troubles during which a stream sends nothing and tries again
 WAITS = "position"  # the cause of a trouble that stops a stream while its readers stay connected
-SHOWN = 4096  # characters of a token in an ERROR
-NOW, EARLIEST = "NOW", "EARLIEST"  # the words in place of a token
 
 log = structlog.get_logger()
 Note = tuple[Stream, int, Mapping[str, int]]  # a stream, its position, and the positions of its writers
@@ -79,32 +71,6 @@ class Context:
     pace: StreamIntervals = StreamIntervals()
     served: dict[str, ServedStream] = field(default_factory=dict)
     followers: set[Callable[[ServedStream], None]] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a reader begins in an order of a stream. `others_after`: the position of writers that are not listed.
-    `epoch`: the generation of the positions, which may be an earlier one.
-    """
-
-    stream: ServedStream
-    lane: Lane
-    positions: Positions
-    others_after: int
-    epoch: str
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether all rows before it are in the past of the journal's last boundary, and none after it."""
-        return (
-            self.epoch == self.lane.epoch
-            and self.positions == self.lane.channel.boundary.positions
-            and self.others_after == self.stream.lowest(self.positions)
-        )
-
-    def lines(self, *, extended: bool) -> bytes:
-        """The first lines of a subscription: for subscribers by name the writers, then positions."""
-        return self.stream.first_lines(self.lane, self.positions, extended=extended)
 
 
 class ServedStream:
@@ -135,7 +101,7 @@ class ServedStream:
         self.strayed: str | None = None  # by the audit: why its rows may be in another table; no position is taken then
         self.lag = Lag()
         self._context = context
-        self._pace = context.pace
+        self.pace = context.pace
         self._denied = stream.denied
         self._compared: Stream | None = None  # the entry of the registry that was taken over completely
         self._registry_fault: str | None = None  # why the registry cannot be read
@@ -169,7 +135,7 @@ class ServedStream:
 
     def _failure(self) -> str | None:
         """Why the stream has been failing for longer than `stall_grace`; None if it is not."""
-        lasting = trio.current_time() - self._pace.stall_grace
+        lasting = trio.current_time() - self.pace.stall_grace
         failing = [
             one
             for one in self._context.troubles.of(KIND, self.name)
@@ -214,7 +180,7 @@ class ServedStream:
     async def run(self) -> None:
         """Serve the stream until `stop`, or cancelled."""
         with self._scope:
-            await keep_running(self._serve, KIND, self.name, self._context.troubles, self._pace.restarts)
+            await keep_running(self._serve, KIND, self.name, self._context.troubles, self.pace.restarts)
 
     def stop(self, why: str) -> None:
         """End it at once: readers get the reason, and its troubles and watch are removed."""
@@ -399,6 +365,7 @@ class ServedStream:
             StreamRefused: the stream was removed just now, or its table is locked.
         """
         await self._look_for_retained()
+        self._context.catchups.trimmed(self, self._retained)
         return self._retained
 
     async def _find_retained(self) -> None:
@@ -430,144 +397,24 @@ class ServedStream:
             "read; try again, or see with `replicad streams list` who it is"
         )
 
-    # --- from a token to a start ---
-
-    async def begin(self, token: str | None, asker: Asker, *, linear: bool) -> Start:
-        """Where a reader with this token begins, in the generation that was sent to readers last. `token`: NOW (None
-        is the same), EARLIEST, or a token. `asker`: who waits in turn for a connection to Postgres.
-
-        Raises:
-            BadToken, TokenAhead, TokenExpired, TokenForked: the message says which token to use.
-            TableReplaced: seen before the registry was looked at.
+    async def wait_for_generation(self, epoch: str, lane: Lane) -> None:
+        """Wait until the present generation was sent to readers of a lane. A token is of `epoch`, which is another one
+        than they were sent: another daemon may have found a fork first. Raises TokenAhead: it takes too long.
         """
-        lane = self.lane(linear=linear)
-        if token in (None, NOW):
-            return self.start_now(lane)
-        vector = None if token == EARLIEST else Vector.parse(str(token))
-        if vector is not None and vector.epoch not in (None, lane.epoch):
-            await self._wait_for_generation(vector.epoch or "", lane)
-        while True:
-            epoch = lane.epoch
-            start = await (self._earliest(lane) if vector is None else self._start_of(vector, lane, asker))
-            if lane.epoch == epoch:
-                return start
-
-    def start_now(self, lane: Lane) -> Start:
-        """The start of a reader that gets all rows from now on."""
-        positions = lane.channel.boundary.positions
-        return Start(self, lane, positions, self.lowest(positions), lane.epoch)
-
-    async def _wait_for_generation(self, epoch: str, lane: Lane) -> None:
-        """A token is of another generation than readers were sent. Another daemon may have found a fork first."""
         if not self.lineage.knows(epoch):
             await self._context.look(self.name)
-        with trio.move_on_after(self._pace.ahead) as scope:
+        with trio.move_on_after(self.pace.ahead) as scope:
             await lane.wait_epoch_sent(self.stream.epoch)
         if scope.cancelled_caught:
             raise TokenAhead(f"stream {self.name} goes over to generation {self.stream.epoch}; try again")
 
-    async def _find_oldest(self) -> int:
-        """`retained`; pieces with rows that were removed are dropped."""
-        retained = await self.retained()  # no row above it was trimmed
-        self._context.catchups.trimmed(self, retained)
-        return retained
-
-    async def _earliest(self, lane: Lane) -> Start:
-        retained = await self._find_oldest()
-        positions = {name: min(retained, at) for name, at in lane.channel.boundary.positions.items()}
-        return Start(self, lane, positions, min([retained, *positions.values()]), lane.epoch)
-
-    async def _start_of(self, token: Vector, lane: Lane, asker: Asker) -> Start:
-        """The position of each writer where the reader begins, and that of the writers that are not listed."""
-        retained, channel = await self._find_oldest(), lane.channel
-        await self._check(token, lane)
-        with trio.move_on_after(self._pace.ahead):
-            while self._is_ahead(token, lane):
-                await channel.wait_sealed()
-        positions = self._positions_of(token, lane)
-        lowest = min(positions.values(), default=token.minimum)
-        if token.minimum < lowest and not lane.linear:
-            # Writers that are no longer listed may have rows between the two. Listed again, they have positions there.
-            async with self._context.catchups.places.place(asker):
-                await self._list_writers_between(token.minimum, lowest)
-            positions = self._positions_of(token, lane)
-        if self._is_ahead(token, lane):
-            raise TokenAhead(
-                f"token {token} is ahead of stream {self.name}, whose position is {self.sent_upto}; "
-                "check that this is the database that the token came from"
-            )
-        others_after = min(token.minimum, *positions.values())
-        if others_after < retained:
-            raise TokenExpired(
-                f"no rows of {self.name} up to {retained} are left, and the token is {token}; "
-                f"`REPLICATE {self.name} EARLIEST` begins with the oldest row that is left"
-            )
-        return Start(self, lane, positions, others_after, lane.epoch)
-
-    async def _check(self, token: Vector, lane: Lane) -> None:
-        """Refuse a token for any reason but its position. A token of an earlier generation is valid up to the position
-        that is shared with the present one.
-
-        Raises:
-            TokenForked: it is beyond that; the message has the token to resume from.
-            BadToken: its generation or a writer is not known.
+    async def list_writers_between(self, after: int, upto: int, asker: Asker) -> None:
+        """List the writers of rows in (after, upto], so that a subscriber's token does not skip their rows. `asker`
+        waits in turn for a connection to Postgres.
         """
-        present = lane.epoch
-        if lane.linear and token.ahead:
-            raise BadToken("a linear subscription takes a single integer as its token")
-        if token.epoch is not None and token.epoch != present:
-            shared = self.lineage.shared_between(token.epoch, present)
-            if shared is None:
-                raise BadToken(
-                    f"the token is of generation {token.epoch}, stream {self.name} is in {present} and its database "
-                    "does not know the other one (it was restored to an earlier time, or the stream was added again): "
-                    "your rows may differ; begin again from EARLIEST"
-                )
-            kept = Vector(min(token.minimum, shared.minimum)) if lane.linear else token.at_most(shared)
-            if (kept.minimum, kept.ahead) != (token.minimum, token.ahead):
-                rewind = Vector(kept.minimum, kept.ahead, present).shortened(SHOWN)  # at or before the shared position
-                raise TokenForked(forked_text(self.name, str(shared.shortened(SHOWN)), str(rewind)))
-        unknown = await self.writers.add_numbered(token.ahead.keys())
-        if unknown:
-            raise BadToken(f"the token names writers {sorted(unknown)[:20]} that stream {self.name} does not have")
-
-    def _positions_of(self, token: Vector, lane: Lane) -> dict[str, int]:
-        """The token's position of each listed writer; for all writers together, the lowest."""
-        if lane.channel.ended is not None:  # the stream is served again, and its list of writers is another one
-            raise lane.channel.ended
-        numbers = self.writers.every
-        return {
-            name: token.minimum if name in (LINEAR, ALL) else token.at(numbers[name])
-            for name in lane.channel.boundary.positions
-        }
-
-    def _is_ahead(self, token: Vector, lane: Lane) -> bool:
-        """Whether the token is beyond the positions that were sent to readers; in linear order, beyond the positions of
-        that order.
-        """
-        sent = lane.channel.boundary.positions
-        unlisted = self.sent_upto if lane.linear else token.minimum
-        return unlisted > self.sent_upto or any(at > sent[name] for name, at in self._positions_of(token, lane).items())
-
-    async def _list_writers_between(self, after: int, upto: int) -> None:
-        """List the writers of rows in (after, upto], so that a subscriber's token does not skip their rows."""
-        if self.stream.instance_column is not None and not self.writers.crowded and after < upto:
-            await self.writers.add((await self.catchup_rows(self.stream).last_tokens(after, upto)).keys())
-
-    def take_back(self, start: Start) -> Start:
-        """A start of an earlier generation, lowered to the positions that are shared with the present one."""
-        lane = start.lane
-        shared = self.lineage.shared_between(start.epoch, lane.epoch) or self.lineage.floor
-        positions = self._kept(start.positions, shared)
-        return Start(self, lane, positions, min(start.others_after, shared.minimum), lane.epoch)
-
-    def _kept(self, positions: Positions, shared: Vector) -> dict[str, int]:
-        """Positions of another generation, lowered to the shared position."""
-        return {name: min(at, self._shared_by(name, shared)) for name, at in positions.items()}
-
-    def _shared_by(self, name: str, shared: Vector) -> int:
-        number = None if name in (LINEAR, ALL) else self.writers.every.get(name)
-        return shared.minimum if number is None else shared.at(number)
+        async with self._context.catchups.places.place(asker):
+            if self.stream.instance_column is not None and not self.writers.crowded and after < upto:
+                await self.writers.add((await self.catchup_rows(self.stream).last_tokens(after, upto)).keys())
 
     # --- its life ---
 
@@ -603,7 +450,7 @@ class ServedStream:
         """Begin to serve at this reading, which has a position."""
         context = self._context
         self.writers = WriterList(
-            self.stream, context.registry, self._change_writers, context.troubles, max_listed=self._pace.max_listed
+            self.stream, context.registry, self._change_writers, context.troubles, max_listed=self.pace.max_listed
         )
         self.followed = self._target_reading = reading
         self.strayed = None
@@ -688,7 +535,7 @@ class ServedStream:
     def _gather(self) -> float:
         """With many readers, more is sent to each at a time: so long no reading is wanted."""
         readers = sum(lane.channel.readers for lane in self.lanes.values())
-        return min(readers * self._pace.gather, self._pace.longest_gather)
+        return min(readers * self.pace.gather, self.pace.longest_gather)
 
     async def _follow_readings(self) -> None:
         """Follow readings until cancelled. Raises StreamRefused if its writers have got other numbers."""
@@ -703,7 +550,7 @@ class ServedStream:
                     raise  # no fork was found that explains it: the stream is served anew
                 refused = isinstance(error, StreamRefused)
                 self._context.troubles.fail(KIND, self.name, FOLLOW, error)
-                await trio.sleep(self._pace.follow_retry)
+                await trio.sleep(self.pace.follow_retry)
                 self._to_follow.set()
             else:
                 refused = False
@@ -767,7 +614,7 @@ class ServedStream:
             troubles=self._context.troubles,
             writers_of=self.writers.lines,
             epoch=self.stream.epoch,
-            pace=self._pace,
+            pace=self.pace,
             tally=self.tally,
             sent=self.sent,
         )
@@ -797,7 +644,7 @@ class ServedStream:
                 await self._take_over()
             except ReplicadError as error:
                 self._context.troubles.fail(KIND, self.name, FORK, error)
-                await trio.sleep(self._pace.follow_retry)
+                await trio.sleep(self.pace.follow_retry)
                 self._forked.set()
             else:
                 self._context.troubles.end(KIND, self.name, FORK)
@@ -839,6 +686,14 @@ class ServedStream:
             return
         self._adopt(found, lineage, shared)
 
+    def kept(self, positions: Positions, shared: Vector) -> dict[str, int]:
+        """Positions of another generation, lowered to the shared position."""
+        return {name: min(at, self._shared_by(name, shared)) for name, at in positions.items()}
+
+    def _shared_by(self, name: str, shared: Vector) -> int:
+        number = None if name in (LINEAR, ALL) else self.writers.every.get(name)
+        return shared.minimum if number is None else shared.at(number)
+
     async def _has_same_writers(self) -> bool:
         """Whether all writers have the numbers in the database that were sent to readers."""
         looked = None
@@ -878,7 +733,7 @@ class ServedStream:
         self.writers.forked()
         self._renew()
         kept = min(_known(self.followed), shared.minimum)
-        per_writer = {name: max(kept, at) for name, at in self._kept(self.followed.per_writer, shared).items()}
+        per_writer = {name: max(kept, at) for name, at in self.kept(self.followed.per_writer, shared).items()}
         self.followed = self._target_reading = Reading(position=kept, per_writer=per_writer)
         self._known_upto = min(self._known_upto, kept)
         for lane in self.lanes.values():

@@ -33,7 +33,8 @@ from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import LINEAR, position_lines, set_lines
 from replicad.streams.serving.publisher import Publisher
-from replicad.streams.serving.served_stream import ServedStream, Start
+from replicad.streams.serving.served_stream import ServedStream
+from replicad.streams.serving.starts import Start, begin
 
 # The text of a PING: readable for people, and every client of the original protocol accepts a PING.
 NO_STREAMS = "no stream is served yet; streams that are added are sent from then on: replicad streams add"
@@ -103,7 +104,7 @@ class Subscriptions:
         if self._all:  # a repeated REPLICATE: send the positions again
             for name, stream in sorted(self._publisher.served.items()):
                 if name in self._readers:
-                    start = stream.start_now(stream.lane(linear=False))
+                    start = Start.now(stream, stream.lane(linear=False))
                     self._readers[name].insert(stream.channel.boundary.index, start.lines(extended=False))
             return
         self._all = True
@@ -158,7 +159,7 @@ class Subscriptions:
         if not self._may_read(stream.name):
             self._unread.add(stream.name)
             return
-        self._join(stream.start_now(stream.lane(linear=False)), extended=False)
+        self._join(Start.now(stream, stream.lane(linear=False)), extended=False)
 
     # --- one stream, from a token (ours) ---
 
@@ -166,7 +167,7 @@ class Subscriptions:
         name = stream.name
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
-        start = await stream.begin(command.token, self._session.asker, linear=command.linear)
+        start = await begin(stream, command.token, self._session.asker, linear=command.linear)
         channel = start.lane.channel
         if channel.held is not None and start.positions == channel.boundary.positions:
             raise channel.held.copy()
@@ -208,7 +209,7 @@ class Subscriptions:
         channel = start.lane.channel
 
         def on_stop(error: RowUnreadable) -> None:
-            self._stop(start.stream.start_now(start.lane), error)
+            self._stop(Start.now(start.stream, start.lane), error)
 
         self._readers[start.stream.name] = self._session.outbox.read(
             channel, boundary.index, extended=extended, preamble=lines, on_stop=on_stop
@@ -288,7 +289,7 @@ class Subscriptions:
         session, stream, lane = self._session, copying.stream, copying.lane
         while copying.epoch != lane.epoch:  # the POSITION that goes back is no longer in the journal
             sent = copying.reached
-            copying.start = kept = stream.take_back(copying.start)
+            copying.start = kept = copying.start.taken_back()
             again = position_lines(stream.name, kept.positions, kept.positions, all_of_them=True)
             listed = () if LINEAR in kept.positions else kept.positions
             named = (lane.writers_of(kept.epoch, listed) + again) if extended else b""

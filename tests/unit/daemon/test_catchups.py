@@ -19,7 +19,8 @@ from replicad.streams.chunks import Chunk
 from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.catchups import CatchupLimits, Catchups, PieceSizes
 from replicad.streams.serving.copying import Copying, Taking
-from replicad.streams.serving.served_stream import ServedStream, Start
+from replicad.streams.serving.served_stream import ServedStream
+from replicad.streams.serving.starts import Start
 
 from .conftest import Streams, open_streams, settle
 from .memory_streams import MemoryRows, MemoryStore

@@ -180,7 +180,7 @@ async def test_the_registry_is_looked_at_before_anything_is_read_from_a_new_conn
     monkeypatch.setitem(publisher._context.poller._listeners, "events", read_and_note)
     connection = publisher._context.poller._horizon._connection
     assert connection is not None
-    pid = await connection.fetch_value("SELECT pg_backend_pid()")
+    pid = connection.key_pid  # the poller is using the connection
     looked.clear()
     await events.execute(f"SELECT pg_terminate_backend({pid})")
     with trio.fail_after(HANG):

@@ -23,16 +23,14 @@ from replicad.config.secrets import trust
 from replicad.config.settings import Address, DatabaseSettings, ServerSettings
 from replicad.daemon import cuts
 from replicad.daemon.access import OPEN, AccessControl, ClientAccess, names_of, verbs_of
-from replicad.daemon.dispatch import Dispatch, Relaying
+from replicad.daemon.admission import Acceptor, AcceptQueues, Handshakes, Pauses, files_of, listen
+from replicad.daemon.fairness import YieldQueue
 from replicad.daemon.figures import Figures
-from replicad.daemon.files import EXTRA_CLIENTS, guest_files
-from replicad.daemon.handshakes import Handshakes
 from replicad.daemon.hub import Hub
 from replicad.daemon.inside import Inside
-from replicad.daemon.listener import Acceptor, AcceptQueues, Pauses, files_of, listen
 from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
-from replicad.daemon.pools import Pools, open_pools, plan_connections
+from replicad.daemon.pools import EXTRA_CLIENTS, Pools, guest_files, open_pools, plan_connections
 from replicad.daemon.process import (
     CycleCollector,
     Supervisor,
@@ -45,10 +43,8 @@ from replicad.daemon.process import (
 )
 from replicad.daemon.relay import Relay, RelayIntervals, RelayKey
 from replicad.daemon.service import Feature, Host, Job, Service
-from replicad.daemon.session import Session
-from replicad.daemon.supervision import Restarts, keep_running, keep_service
-from replicad.daemon.troubles import Troubles
-from replicad.daemon.turns import YieldQueue
+from replicad.daemon.session import Dispatch, Relaying, Session
+from replicad.daemon.troubles import Restarts, Troubles, keep_running, keep_service
 from replicad.errors import (
     DatabaseError,
     DatabaseRefused,

@@ -3,15 +3,18 @@
 Each part of the daemon with figures is a `Source`. It declares its figures once (`Family`), so that the table of
 docs/operating.md and the exported figures cannot differ. A source answers from memory and never waits. Figures that
 only Postgres knows come from its `look`, which the exporter calls with a limit of time, and only while somebody asks.
+
+The facts of a stream, a tube, a partition or a daemon are columns (`StateColumn`), which all views show.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from replicad.daemon.clients import Following
+from replicad.daemon.cuts import Following
 
 GAUGE: Literal["gauge"] = "gauge"
 COUNTER: Literal["counter"] = "counter"
@@ -104,3 +107,117 @@ class Figures:
     def add(self, source: Source) -> None:
         """Add a source."""
         self.sources.append(source)
+
+
+# The facts of a stream, tube or daemon, each declared once for all its views.
+#
+# Views are the lists and details of commands, `top`, `/status`, the figures and the console.
+#
+# A view asks for its columns and knows none of them. So a new column is an entry in a table of columns, and the code
+# that knows its value.
+
+Shown = TypeVar("Shown")
+
+
+class StateView(enum.Flag):
+    """The places that show columns. Figures are a view, too: a column with a `figure` is exported."""
+
+    NONE = 0
+    LIST = enum.auto()  # the table of `replicad ... list`
+    SHOW = enum.auto()  # `replicad ... show`, and --json of both
+    TOP = enum.auto()  # the tables of `replicad top` and `replicad status`
+    TOP_JSON = enum.auto()  # the same with --json
+    STATUS = enum.auto()  # /status
+    CONSOLE = enum.auto()  # the table of the console, which is made of /status
+
+
+class ConsoleForm(enum.StrEnum):
+    """How the console writes a value of `/status`; `console.js` has a function for each."""
+
+    PLAIN = "plain"
+    SECONDS = "seconds"
+    STATE = "state"
+    HOLDER = "holder"
+    PROBLEM = "problem"
+    LABEL = "label"  # a number that counts nothing
+    SOME = "some"  # a number; nothing for 0
+    FAILED = "failed"  # the same, marked
+    READER = "reader"
+    LEASE = "lease"
+    OWN_NAME = "own_name"
+    ALIVE = "alive"
+    LIST = "list"
+    HOST = "host"
+    TIME = "time"
+    AGO = "ago"
+
+
+def _nothing(_: object) -> None:
+    """The value of a column that only has figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateColumn(Generic[Shown]):
+    """One fact.
+
+    `name`: its key in JSON and its heading in tables of commands; `label`: its heading in the console. `of`: its value
+    in JSON. `text`: its value in a table for people, where that differs. `rare`: a table leaves it out where no row has
+    a value. `spare`: `top` leaves it out where the terminal is too narrow, 1 first; 0: never.
+    `figure`: the exported figure. Its labels name the thing and its value is `of`, or it is missing if that is None.
+    Figures with more labels have `samples`.
+    """
+
+    name: str
+    views: StateView = StateView.NONE
+    of: Callable[[Shown], object] = _nothing
+    text: Callable[[Shown], object] | None = None
+    label: str = ""
+    form: ConsoleForm = ConsoleForm.PLAIN
+    rare: bool = False
+    spare: int = 0
+    figure: Family | None = None
+    samples: Callable[[Shown], Iterable[Sample]] | None = None
+
+
+class StateColumns(Generic[Shown]):
+    """The columns of one kind of things, in the order of all views. `labels_of`: the labels of its figures."""
+
+    def __init__(self, labels_of: Callable[[Shown], tuple[str, ...]], columns: Sequence[StateColumn[Shown]]) -> None:
+        self._labels_of = labels_of
+        self._columns = tuple(columns)
+        self.families = tuple(one.figure for one in columns if one.figure is not None)
+
+    def of(self, view: StateView) -> list[StateColumn[Shown]]:
+        """The columns of a view."""
+        return [one for one in self._columns if view in one.views]
+
+    def names(self, view: StateView) -> list[str]:
+        """The names of the columns of a view."""
+        return [one.name for one in self.of(view)]
+
+    def fields(self, view: StateView, shown: Shown) -> dict[str, object]:
+        """The values of a view, for JSON."""
+        return {one.name: one.of(shown) for one in self.of(view)}
+
+    def texts(self, view: StateView, shown: Shown) -> dict[str, object]:
+        """The values of a view, for a table."""
+        return {one.name: (one.text or one.of)(shown) for one in self.of(view)}
+
+    def headings(self, view: StateView, rows: Sequence[Mapping[str, object]]) -> list[str]:
+        """The names of the columns of a view that a table with these rows has."""
+        return [one.name for one in self.of(view) if not one.rare or any(row.get(one.name) for row in rows)]
+
+    def spare(self, view: StateView) -> list[str]:
+        """The names of the columns that a view may leave out, in this order."""
+        return [one.name for one in sorted(self.of(view), key=lambda one: one.spare) if one.spare]
+
+    def samples(self, shown: Shown) -> Iterable[Sample]:
+        """The values of all figures."""
+        for one in self._columns:
+            if one.samples is not None:
+                yield from one.samples(shown)
+            elif one.figure is not None:
+                value = one.of(shown)
+                if value is not None:
+                    assert isinstance(value, int | float), one.name
+                    yield one.figure(value, *self._labels_of(shown))

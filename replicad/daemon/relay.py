@@ -26,8 +26,7 @@ from typing import Any, Protocol
 import structlog
 import trio
 
-from replicad.daemon.supervision import Restarts, keep_running
-from replicad.daemon.troubles import Troubles
+from replicad.daemon.troubles import Restarts, Troubles, keep_running
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayGap, RelayRefused, RemoteProtocolError
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.command import Command, Vocabulary

@@ -16,8 +16,8 @@ from replicad.protocol.states import CloseReason
 if TYPE_CHECKING:
     from replicad.config.settings import Address, ServerSettings
     from replicad.daemon.access import AccessControl
+    from replicad.daemon.admission import Handshakes
     from replicad.daemon.figures import Figures
-    from replicad.daemon.handshakes import Handshakes
     from replicad.daemon.hub import Hub
     from replicad.daemon.inside import Inside
     from replicad.daemon.poller import Poller

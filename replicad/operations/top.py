@@ -25,7 +25,7 @@ import click
 from replicad.beats import BeatWatch
 from replicad.config.declaring import SECONDS
 from replicad.config.settings import DatabaseSettings, colour_allowed, read_settings
-from replicad.daemon.state_columns import StateView
+from replicad.daemon.figures import StateView
 from replicad.errors import DatabaseError, DatabaseUnavailable, ReplicadError, SchemaMissing, SchemaTooNew
 from replicad.terminal.command import ReplicadCommand, ValueType, database_options, json_option, option
 from replicad.terminal.database import database_url, run_async

@@ -8,20 +8,21 @@ is an expression, or where a cast does something (cut a long name, say).
 
 All texts are kept, so that a repeated call has the same text and the driver finds its prepared statement.
 
-`find_relation` finds a table or sequence by the name that a person gives, as SQL would.
+`find_relation` finds a table or sequence by the name that a person gives, as SQL would. `write_in_pieces` writes many
+items in one statement, but for those that Postgres cannot hold.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from replicad.errors import DatabaseError
 from replicad.postgres.literals import quote_ident
-from replicad.sqlstates import NOT_A_NAME, means
+from replicad.sqlstates import NEVER, NOT_A_NAME, means
 
 if TYPE_CHECKING:
     from replicad.postgres.connection import Sink
@@ -155,3 +156,36 @@ async def find_relation(db: Queries, name: str) -> int | None:
             raise
         return None
     return oid
+
+
+# Writes many items in one statement. If Postgres refuses some of the items, the others are still written.
+
+T = TypeVar("T")
+
+
+def is_hopeless(error: DatabaseError) -> bool:
+    """Whether the same statement would always fail with the same values.
+
+    asyncpg raises a ValueError for values that cannot be sent.
+    """
+    return means(error.sqlstate, NEVER) or isinstance(error.__cause__, ValueError)
+
+
+async def write_in_pieces(
+    items: Sequence[T], write: Callable[[Sequence[T]], Awaitable[bool]], refused: Callable[[DatabaseError], None]
+) -> bool:
+    """Write all items in one statement; without the items that Postgres cannot hold (its encoding lacks a character).
+
+    `refused` is called for each of these. Returns False as soon as `write` returns False; other errors are raised.
+    """
+    try:
+        return await write(items)
+    except DatabaseError as error:
+        if not is_hopeless(error):
+            raise
+        if len(items) == 1:
+            refused(error)
+            return True
+    middle = len(items) // 2
+    first = await write_in_pieces(items[:middle], write, refused)
+    return first and await write_in_pieces(items[middle:], write, refused)

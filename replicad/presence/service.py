@@ -20,13 +20,12 @@ import structlog
 import trio
 
 from replicad.config.settings import ServerSettings
-from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.relay import Relay
 from replicad.daemon.service import Answers, Feature, Host, Job
 from replicad.daemon.session import Session
-from replicad.daemon.supervision import Restarts, keep_running
-from replicad.daemon.troubles import Troubles
+from replicad.daemon.troubles import Restarts, Troubles, keep_running
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
+from replicad.postgres.statements import write_in_pieces
 from replicad.presence.commands import COMMANDS, ClearUserSync, UserIp, UserSync
 from replicad.presence.repository import BATCH, PresenceRepository, PresenceSettings
 from replicad.presence.roster import Roster, RosterStatistics

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from replicad.daemon.state_columns import ConsoleForm, StateColumn, StateColumns, StateView
+from replicad.daemon.figures import ConsoleForm, StateColumn, StateColumns, StateView
 from replicad.postgres.statements import Queries, call_rows, call_value
 from replicad.streams.queries import SCHEMA, installed
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from replicad.daemon.figures import COUNTER, GAUGE, Family, Sample
-from replicad.daemon.state_columns import ConsoleForm, StateColumn, StateColumns, StateView
+from replicad.daemon.figures import COUNTER, GAUGE, ConsoleForm, Family, Sample, StateColumn, StateColumns, StateView
 from replicad.positions.horizon import Holder
 from replicad.streams.queries import MOST
 from replicad.streams.registry import Stream

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from replicad.daemon.figures import GAUGE, Family, Sample
-from replicad.daemon.state_columns import ConsoleForm, StateColumn, StateColumns, StateView
+from replicad.daemon.figures import GAUGE, ConsoleForm, Family, Sample, StateColumn, StateColumns, StateView
 from replicad.positions.horizon import Holder
 from replicad.terminal.holders import held_back
 

@@ -19,16 +19,15 @@ import trio
 from structlog.testing import capture_logs
 
 from replicad.config.settings import Address, ServerSettings
-from replicad.daemon import poller, supervision
+from replicad.daemon import poller, troubles
+from replicad.daemon.admission import Acceptor, Pauses
 from replicad.daemon.daemon import DaemonIntervals
-from replicad.daemon.deadlines import Deadlines
-from replicad.daemon.hub import Announcing
-from replicad.daemon.listener import Acceptor, Pauses
+from replicad.daemon.hub import Announcing, Deadlines
 from replicad.daemon.outbox import Outbox, Rounds
 from replicad.daemon.poller import Outages
 from replicad.daemon.relay import RelayIntervals
 from replicad.daemon.session import Session
-from replicad.daemon.supervision import Restarts
+from replicad.daemon.troubles import Restarts
 from replicad.errors import (
     DatabaseError,
     DatabaseRefused,
@@ -120,13 +119,13 @@ def other_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wal, "RETRY", (0.02, 0.02))
     monkeypatch.setattr(audit, "IDLE_SHARE", 10.0)
     restarts = Restarts(first=0.01, longest=0.02, steady=0.2)
-    run_once = supervision._run_once
+    run_once = troubles._run_once
 
     def soon(job: Any, kind: str, name: str, troubles: Any, _: Restarts) -> Awaitable[Exception | None]:
         return run_once(job, kind, name, troubles, restarts)
 
-    monkeypatch.setattr(supervision, "_run_once", soon)
-    monkeypatch.setattr(supervision, "Backoff", lambda *_, **__: Backoff(restarts.first, restarts.longest, jitter=0.0))
+    monkeypatch.setattr(troubles, "_run_once", soon)
+    monkeypatch.setattr(troubles, "Backoff", lambda *_, **__: Backoff(restarts.first, restarts.longest, jitter=0.0))
 
 
 class World:
@@ -463,13 +462,13 @@ async def test_every_supervised_task_of_a_daemon_has_a_fault(
 ) -> None:
     """A task that is added without one fails here."""
     running: set[str] = set()
-    run_once = supervision._run_once
+    run_once = troubles._run_once
 
     async def noted(job: Any, kind: str, name: str, *rest: Any) -> Exception | None:
         running.add(name)
         return await run_once(job, kind, name, *rest)
 
-    monkeypatch.setattr(supervision, "_run_once", noted)
+    monkeypatch.setattr(troubles, "_run_once", noted)
     covered = {name for fault in FAULTS for name in fault.services.split(", ") if name}
     async with AsyncExitStack() as stack:
         made = World(database, await stack.enter_async_context(start_daemon()), stack)

@@ -19,7 +19,7 @@ import trio
 import trio.testing
 
 from replicad.config.settings import Address, ServerSettings
-from replicad.daemon.handshakes import LIVE
+from replicad.daemon.admission import LIVE
 from replicad.operations.http import wire
 from replicad.operations.http.server import HttpPages
 from replicad.postgres.bridge import Database, open_database

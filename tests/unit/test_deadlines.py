@@ -11,7 +11,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.daemon.deadlines import EARLY, EMPTY, Deadlines
+from replicad.daemon.hub import EARLY, EMPTY, Deadlines
 from replicad.daemon.session import Session
 
 

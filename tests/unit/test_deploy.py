@@ -22,8 +22,7 @@ from replicad.cli.serve import command as serve
 from replicad.config.declaring import settings_of
 from replicad.config.limits import Limits
 from replicad.config.settings import DatabaseSettings, ServerSettings, read_settings
-from replicad.daemon.files import DATABASE_SHARE, EXTRA_CLIENTS, SPARE, UNKNOWN_OPEN
-from replicad.daemon.pools import most_connections
+from replicad.daemon.pools import DATABASE_SHARE, EXTRA_CLIENTS, SPARE, UNKNOWN_OPEN, most_connections
 from tests.figures_page import PARTS
 
 ROOT = Path(__file__).parents[2]

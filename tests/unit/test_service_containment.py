@@ -13,13 +13,12 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from replicad.config.limits import Limits
-from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.relay import Relay
-from replicad.daemon.supervision import Restarts, keep_running
-from replicad.daemon.troubles import Troubles
+from replicad.daemon.troubles import Restarts, Troubles, keep_running
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused, TokenAhead
 from replicad.positions.watched import Reading
+from replicad.postgres.statements import write_in_pieces
 from replicad.protocol.commands import CORE, RemoteServerUp
 from replicad.streams.commands import FederationAck
 from replicad.streams.registry import ReaderAck

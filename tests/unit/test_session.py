@@ -12,8 +12,7 @@ import trio
 import trio.testing
 
 from replicad.config.settings import ServerSettings
-from replicad.daemon.deadlines import EARLY
-from replicad.daemon.hub import Hub
+from replicad.daemon.hub import EARLY, Hub
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.session import Session
 from replicad.errors import UnknownStream

@@ -13,11 +13,10 @@ import trio
 import trio.testing
 
 from replicad.config.settings import ServerSettings
-from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.hub import Hub
 from replicad.daemon.journal import Channel
 from replicad.daemon.relay import Relay
-from replicad.daemon.session import Session
+from replicad.daemon.session import Dispatch, Relaying, Session
 from replicad.protocol.states import CloseReason
 from tests.daemons import relay_key
 from tests.vocabulary import EVERY

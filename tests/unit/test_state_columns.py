@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replicad.daemon.state_columns import StateColumns, StateView
+from replicad.daemon.figures import StateColumns, StateView
 from replicad.streams.daemons import DAEMON_COLUMNS
 from replicad.streams.picture import COLUMNS
 from replicad.tubes.picture import PARTITION_COLUMNS, TUBE_COLUMNS

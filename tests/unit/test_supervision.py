@@ -9,8 +9,7 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from replicad.daemon.supervision import Restarts, keep_running, keep_service
-from replicad.daemon.troubles import AWAY_GRACE, DATABASE, Troubles
+from replicad.daemon.troubles import AWAY_GRACE, DATABASE, Restarts, Troubles, keep_running, keep_service
 from replicad.errors import DatabaseError, DatabaseUnavailable
 
 STEADY, MAX_PAUSE = Restarts().steady, Restarts().longest

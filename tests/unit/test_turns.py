@@ -8,9 +8,9 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from replicad.daemon.fairness import PATIENCE, TURN_LINES, YieldQueue
 from replicad.daemon.hub import BATCH, SLICE, Announcing
 from replicad.daemon.session import Session
-from replicad.daemon.turns import PATIENCE, TURN_LINES, YieldQueue
 from replicad.protocol.states import CloseReason
 
 from .test_newcomers import Door, Open, door

@@ -17,8 +17,8 @@ import structlog
 import trio
 
 from replicad.config.logs import RECENT, Recent, RecentEvents
+from replicad.daemon.figures import StateColumns, StateView
 from replicad.daemon.service import Host
-from replicad.daemon.state_columns import StateColumns, StateView
 from replicad.errors import ReplicadError, UnknownTube
 from replicad.operations.http.entry import NAMES, NO_NAME, Caller, is_address, no_such
 from replicad.operations.http.messages import Answer, Refused, Request

@@ -23,12 +23,12 @@ import structlog
 import trio
 
 from replicad.config.settings import Address
+from replicad.daemon.admission import Acceptor, listen
+from replicad.daemon.fairness import YieldQueue
 from replicad.daemon.figures import GAUGE, Family, Obstacle, Sample
-from replicad.daemon.files import guest_files
-from replicad.daemon.listener import Acceptor, listen
+from replicad.daemon.pools import guest_files
 from replicad.daemon.service import Host
-from replicad.daemon.supervision import keep_running
-from replicad.daemon.turns import YieldQueue
+from replicad.daemon.troubles import keep_running
 from replicad.operations.http import wire
 from replicad.operations.http.console import FILES, Console
 from replicad.operations.http.entry import Caller, calling, refuse_controls

@@ -13,8 +13,7 @@ from typing import Any
 import trio
 
 from replicad.config.settings import DatabaseSettings
-from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample
-from replicad.daemon.state_columns import StateView
+from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample, StateView
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
 from replicad.streams.daemons import DAEMON_COLUMNS, DaemonBeat, DaemonReports, Reported

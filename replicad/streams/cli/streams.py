@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from replicad.config.declaring import BYTES, SECONDS, WHOLE, one_of
-from replicad.daemon.state_columns import StateView
+from replicad.daemon.figures import StateView
 from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import trio
 
 from replicad.config.limits import Limits
-from replicad.daemon.clients import Following
+from replicad.daemon.cuts import Following
 from replicad.daemon.fairness import Asker, Places
 from replicad.errors import DatabaseError
 from replicad.streams.registry import Stream

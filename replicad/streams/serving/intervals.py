@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replicad.daemon.supervision import Restarts
+from replicad.daemon.troubles import Restarts
 
 
 @dataclass(frozen=True, slots=True)

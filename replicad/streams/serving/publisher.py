@@ -15,8 +15,7 @@ import trio
 from replicad.daemon.joined import Joined
 from replicad.daemon.journal import JournalLimits
 from replicad.daemon.poller import Poller
-from replicad.daemon.supervision import keep_running
-from replicad.daemon.troubles import DATABASE, Place, Troubles
+from replicad.daemon.troubles import DATABASE, Place, Troubles, keep_running
 from replicad.errors import (
     DatabaseError,
     DatabaseUnavailable,

@@ -19,8 +19,7 @@ from replicad.daemon.fairness import Asker
 from replicad.daemon.joined import Joined
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.poller import Poller
-from replicad.daemon.supervision import keep_running
-from replicad.daemon.troubles import Troubles
+from replicad.daemon.troubles import Troubles, keep_running
 from replicad.errors import (
     DatabaseError,
     ReplicadError,

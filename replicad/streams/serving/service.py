@@ -8,16 +8,15 @@ from uuid import uuid4
 
 import trio
 
-from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample
+from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample, StateView
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.poller import Poller
 from replicad.daemon.service import Answers, Feature, Host, Job
 from replicad.daemon.session import Session
-from replicad.daemon.state_columns import StateView
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, StreamRefused, TokenAhead
 from replicad.postgres.bridge import Database
+from replicad.postgres.statements import write_in_pieces
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
 from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.daemons import DaemonReports, Row

@@ -16,13 +16,11 @@ from typing import Any
 import trio
 
 from replicad.config.limits import Limits
-from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample
+from replicad.daemon.figures import Detail, Family, FigureQuery, Obstacle, Sample, StateView
 from replicad.daemon.poller import Poller
 from replicad.daemon.service import Answers, Feature, Host, Job
 from replicad.daemon.session import Session
-from replicad.daemon.state_columns import StateView
-from replicad.daemon.supervision import keep_running
-from replicad.daemon.troubles import Troubles
+from replicad.daemon.troubles import Troubles, keep_running
 from replicad.errors import DataLoss
 from replicad.positions.horizon import Reading
 from replicad.postgres.bridge import Database, quote_ident, quote_literal

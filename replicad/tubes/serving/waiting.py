@@ -23,8 +23,7 @@ from math import gcd
 import trio
 
 from replicad.daemon.session import Session
-from replicad.daemon.supervision import Restarts
-from replicad.daemon.troubles import Troubles
+from replicad.daemon.troubles import Restarts, Troubles
 from replicad.errors import LeaseHeld, TubeError
 from replicad.protocol.tokens import Cursor
 from replicad.tubes import backfill, bulk

@@ -14,14 +14,12 @@ from structlog.testing import capture_logs
 
 from replicad.config.settings import ServerSettings
 from replicad.daemon.access import AccessControl
-from replicad.daemon.dispatch import Dispatch
 from replicad.daemon.hub import Hub
 from replicad.daemon.journal import JournalLimits
 from replicad.daemon.poller import Poller
 from replicad.daemon.service import Service
-from replicad.daemon.session import Session
-from replicad.daemon.supervision import keep_running, keep_service
-from replicad.daemon.troubles import Troubles
+from replicad.daemon.session import Dispatch, Session
+from replicad.daemon.troubles import Troubles, keep_running, keep_service
 from replicad.protocol.states import CloseReason
 from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.daemons import DaemonReports

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from replicad.config.settings import Address
-from replicad.daemon.listener import QUEUES, listen
+from replicad.daemon.admission import QUEUES, listen
 from replicad.errors import EnvironmentRefused
 
 CROWD = 200

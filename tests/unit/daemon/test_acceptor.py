@@ -10,9 +10,9 @@ from typing import Any
 import trio
 from trio.testing import MockClock
 
-from replicad.daemon.dispatch import Relaying
-from replicad.daemon.listener import Acceptor, Pauses
+from replicad.daemon.admission import Acceptor, Pauses
 from replicad.daemon.relay import Relay
+from replicad.daemon.session import Relaying
 from replicad.daemon.troubles import Troubles
 from replicad.protocol.commands import RemoteServerUp
 from tests.daemons import relay_key

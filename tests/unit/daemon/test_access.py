@@ -11,8 +11,8 @@ import trio
 from trio.testing import MockClock
 
 from replicad.daemon.access import SLOTS, AccessControl, Guesses, GuessPace, verbs_of
-from replicad.daemon.dispatch import Relaying
 from replicad.daemon.relay import Relay
+from replicad.daemon.session import Relaying
 from replicad.daemon.troubles import Troubles
 from replicad.errors import UsageError
 from replicad.protocol.states import CloseReason

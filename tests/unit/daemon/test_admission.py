@@ -32,7 +32,7 @@ def calls() -> Iterator[tuple[str, str]]:
 
 def test_connections_are_accepted_in_one_place_and_counted_wherever_they_are_served() -> None:
     found = set(calls())
-    assert {file for file, name in found if name in LISTENING} == {"daemon/listener.py"}
+    assert {file for file, name in found if name in LISTENING} == {"daemon/admission.py"}
     assert {file for file, name in found if name == "Acceptor"} == WAYS_IN.keys()
     for file, counts in WAYS_IN.items():
         assert (file, counts) in found

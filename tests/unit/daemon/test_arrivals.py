@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from replicad.daemon.handshakes import FEW, LIVE, QUIET, REST, Arrivals, Door
+from replicad.daemon.admission import FEW, LIVE, QUIET, REST, Arrivals, Door
 
 CROWD = 40
 HELLO = b"\x16\x03\x01\x00\x05hello"

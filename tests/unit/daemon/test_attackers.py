@@ -17,15 +17,13 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from replicad.config.settings import Address, ServerSettings
-from replicad.daemon import handshakes
-from replicad.daemon.dispatch import Dispatch, Relaying
-from replicad.daemon.handshakes import Handshakes
+from replicad.daemon import admission
+from replicad.daemon.admission import Acceptor, AcceptQueues, Handshakes, listen
+from replicad.daemon.fairness import TURN_BYTES, TURN_LINES, YieldQueue
 from replicad.daemon.hub import ENDS, Hub
-from replicad.daemon.listener import Acceptor, AcceptQueues, listen
 from replicad.daemon.relay import Relay
-from replicad.daemon.session import Inlet, Session
+from replicad.daemon.session import Dispatch, Inlet, Relaying, Session
 from replicad.daemon.troubles import Troubles
-from replicad.daemon.turns import TURN_BYTES, TURN_LINES, YieldQueue
 from tests.vocabulary import EVERY
 
 from .test_poller_and_relay import Bus
@@ -154,7 +152,7 @@ async def test_those_that_begin_with_too_long_a_line_get_no_session(server: Open
 async def test_a_crowd_that_connects_and_then_sends_too_long_lines_gets_few_sessions(
     server: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshakes, "QUIET", 60.0)  # however long this machine takes for a hundred connections
+    monkeypatch.setattr(admission, "QUIET", 60.0)  # however long this machine takes for a hundred connections
     attacked = await server()
     attacked.accept()
     crowd = []

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from replicad import features
-from replicad.protocol import helping
+from replicad.protocol import commands
 from replicad.protocol.command import Command
 from replicad.protocol.commands import CORE
 from replicad.protocol.words import Side
@@ -53,7 +53,7 @@ def right(kind: type[Command]) -> str:
 
 def meaning(kind: type[Command]) -> str:
     """The first sentence of the docstring, which opens with the command's name."""
-    said, ours = helping.meaning(kind)
+    said, ours = commands.meaning(kind)
     assert said, f"the docstring of {kind.__name__} opens with `{kind.NAME}: ` and has a sentence"
     assert (kind.__doc__ or "").startswith((f"{kind.NAME}: ", f"{kind.NAME} (ours): ")), kind.__name__
     said = said.replace("|", "\\|")

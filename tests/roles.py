@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit, urlunsplit
 
-from replicad.postgres.roles import Roles, script
+from replicad.postgres.schema_text import Roles, script
 
 DAEMON = "replicad_daemon"
 READS_TABLES = f"""

@@ -114,7 +114,7 @@ def roles(
     Run the script before the first start of the daemon, and again after it and after each upgrade: it grants rights on
     objects that did not exist before.
     """
-    from replicad.postgres.roles import Roles, script
+    from replicad.postgres.schema_text import Roles, script
 
     try:
         echo(script(Roles(daemon, owners, writers, operators, replication), stream_schema, tube_schema))

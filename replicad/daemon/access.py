@@ -26,7 +26,7 @@ from replicad.daemon.service import Feature, HangUp
 from replicad.daemon.troubles import Troubles
 from replicad.errors import Forbidden, NotAuthorised, ReplicadError
 from replicad.protocol.command import Command
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 # Delays clients that guess secrets. It counts wrong guesses by address and by the name of the client in the guess.
 #

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from replicad.config.declaring import plain
 from replicad.config.limits import Limits
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 CUTS_KEPT = 100  # the last ones; all are in the log
 

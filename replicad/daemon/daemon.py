@@ -65,7 +65,7 @@ from replicad.postgres.statements import statement
 from replicad.postgres.wal import WalListener
 from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import CORE, Error, Server
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.retry import Backoff
 
 # What a daemon does before it serves: it checks files, waits for Postgres, and installs and upgrades the SQL parts.

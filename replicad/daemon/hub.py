@@ -24,8 +24,7 @@ from replicad.daemon.troubles import Restarts, Troubles, keep_running
 from replicad.keeping import Newest
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Ping
-from replicad.protocol.connection import Timing
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason, Timing
 
 if TYPE_CHECKING:
     from replicad.daemon.session import Session

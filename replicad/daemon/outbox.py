@@ -27,7 +27,7 @@ import trio
 from replicad.daemon import cuts
 from replicad.daemon.journal import Channel, Reader
 from replicad.errors import ReplicadError, RowUnreadable
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 if TYPE_CHECKING:
     from replicad.daemon.session import Session

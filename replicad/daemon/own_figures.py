@@ -17,7 +17,7 @@ from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseUnavailable
 from replicad.postgres.bridge import Database
 from replicad.postgres.wal import WalListener
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 LATELY = 10.0  # seconds; a poll is made every two seconds at least
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from replicad.protocol.command import Command, Vocabulary
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 if TYPE_CHECKING:
     from replicad.config.settings import Address, ServerSettings

@@ -36,11 +36,20 @@ from replicad.errors import (
 )
 from replicad.groups import Reporting, sole_leaf
 from replicad.protocol.command import Command, Vocabulary
-from replicad.protocol.commands import CORE, Auth, Error, Help, LockReleased, Name, Ping, RemoteServerUp, Server
-from replicad.protocol.connection import Due, ProtocolConnection
-from replicad.protocol.helping import help_answer
+from replicad.protocol.commands import (
+    CORE,
+    Auth,
+    Error,
+    Help,
+    LockReleased,
+    Name,
+    Ping,
+    RemoteServerUp,
+    Server,
+    help_answer,
+)
+from replicad.protocol.connection import CloseReason, Due, ProtocolConnection
 from replicad.protocol.lines import LineTooLong
-from replicad.protocol.states import CloseReason
 from replicad.protocol.words import Side, sendable
 
 if TYPE_CHECKING:

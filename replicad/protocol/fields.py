@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, Literal
 
 from replicad.errors import RemoteProtocolError
-from replicad.protocol.integer_list import integer_list
 from replicad.protocol.words import (
     MAX_WORD,
     bad,
     decimal,
     flag,
     integer,
+    integer_list,
     json_value,
     seconds,
     small,

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 from replicad.protocol.fields import UNBOUNDED, Kind
-from replicad.protocol.integer_list import AT_ONCE, integer_list
-from replicad.protocol.words import MAX_INTEGER, bad, json_value
+from replicad.protocol.words import AT_ONCE, MAX_INTEGER, bad, integer_list, json_value
 
 BIGINT, TEXT = "bigint", "text"
 KINDS = (BIGINT, TEXT)

@@ -16,7 +16,7 @@ import trio
 from replicad.config.settings import ServerSettings
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.roles import Roles, script
+from replicad.postgres.schema_text import Roles, script
 from replicad.sender.intake import client_upstream
 from replicad.sender.sender import Sender
 from replicad.sender.settings import Delivery, SenderBounds, SenderSettings

@@ -15,7 +15,7 @@ from replicad import features
 from replicad.config.settings import ServerSettings
 from replicad.daemon import daemon as daemon_module
 from replicad.postgres.bridge import Database
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.streams.registry import Registry
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import PATIENCE

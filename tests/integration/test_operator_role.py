@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from replicad.postgres.bridge import Database
-from replicad.postgres.roles import Roles, script
+from replicad.postgres.schema_text import Roles, script
 from replicad.streams.registry import Registry
 from tests.commands import replicad_async
 from tests.conftest import psql

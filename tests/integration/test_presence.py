@@ -22,7 +22,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.presence.reporter import open_presence
 from replicad.presence.repository import PresenceRepository
 from replicad.presence.service import PresenceIntervals
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.streams.registry import Registry
 from tests.conftest import psql
 from tests.daemons import Daemon, Paces, open_daemon

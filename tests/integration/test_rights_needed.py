@@ -11,7 +11,7 @@ from replicad.cli import app
 from replicad.errors import ReplicadError
 from replicad.postgres import schema
 from replicad.postgres.bridge import open_database
-from replicad.postgres.roles import Roles, script
+from replicad.postgres.schema_text import Roles, script
 from tests import rights
 from tests.conftest import install, psql
 from tests.roles import as_role

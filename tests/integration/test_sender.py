@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from replicad.errors import DatabaseUnavailable, StreamRefused, StreamRestarted, UnknownStream, UsageError
 from replicad.groups import sole_leaf
 from replicad.postgres.bridge import Database
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.sender.intake import SenderIntake, client_upstream
 from replicad.sender.sender import Sender
 from replicad.sender.settings import Delivery, Routing, SenderBounds, SenderSettings

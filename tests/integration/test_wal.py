@@ -17,7 +17,7 @@ from replicad.positions.bell import ANY, Bell
 from replicad.postgres import wal as wals
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
-from replicad.postgres.roles import Roles, script
+from replicad.postgres.schema_text import Roles, script
 from replicad.postgres.wal import WalListener
 from tests.conftest import PATIENCE, psql, server_folder
 from tests.roles import as_role

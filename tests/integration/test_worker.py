@@ -16,7 +16,7 @@ from replicad.client.requests import Pod
 from replicad.client.trio_client import TrioClient
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon

@@ -13,7 +13,7 @@ import trio
 from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.tubes.commands import Lease
 from replicad.tubes.leases import LeaseBook
 from tests.conftest import PATIENCE

@@ -16,7 +16,7 @@ import trio
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.postgres.literals import quote_literal
-from replicad.postgres.roles import Roles, script
+from replicad.postgres.schema_text import Roles, script
 from tests.roles import DAEMON, as_role
 
 pytestmark = pytest.mark.bare_database

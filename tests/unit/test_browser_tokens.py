@@ -31,7 +31,7 @@ from replicad.config.browser_tokens import (
 )
 from replicad.daemon.access import AccessControl
 from replicad.errors import NotAuthorised, UsageError
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 jwt = pytest.importorskip("jwt", reason="PyJWT is not installed: pip install 'replicad[http]'")
 pytest.importorskip("cryptography")

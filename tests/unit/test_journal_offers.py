@@ -16,7 +16,7 @@ from replicad.daemon.journal import OFFER_BYTES, SLICE, Channel
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.session import Session
 from replicad.errors import StreamRefused
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from tests.lengths import examples
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.connection import ProtocolConnection
-from replicad.protocol.integer_list import AT_ONCE, IntegerList, integer_list, pieces_of
-from replicad.protocol.words import Side
+from replicad.protocol.words import AT_ONCE, IntegerList, Side, integer_list, pieces_of
 from replicad.tubes.commands import Ack, Park, Part
 from tests.vocabulary import EVERY
 

@@ -14,7 +14,7 @@ from replicad.config.settings import ServerSettings
 from replicad.daemon.hub import Allowance, Hub
 from replicad.daemon.session import Session
 from replicad.protocol.command import Command
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from tests.vocabulary import EVERY
 
 

@@ -12,7 +12,7 @@ import trio.testing
 
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.session import Session
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 
 class Owner:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from replicad.errors import LocalProtocolError, NotAuthorised, RemoteProtocolError
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Auth, Error, Name, Ping, Server
-from replicad.protocol.connection import Due, ProtocolConnection, Timing
+from replicad.protocol.connection import TRANSITIONS, Due, ProtocolConnection, State, Timing
 from replicad.protocol.lines import LineTooLong
-from replicad.protocol.states import TRANSITIONS, State
 from replicad.protocol.words import Side
 from replicad.streams.commands import Position, Rdata, Replicate
 from tests.vocabulary import EVERY

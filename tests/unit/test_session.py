@@ -18,7 +18,7 @@ from replicad.daemon.session import Session
 from replicad.errors import UnknownStream
 from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.protocol.words import Side
 from tests.vocabulary import EVERY
 

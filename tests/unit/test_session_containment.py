@@ -18,7 +18,7 @@ from replicad.daemon.troubles import QUIET, Troubles
 from replicad.errors import LocalProtocolError, TubeRefused
 from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.tubes.commands import Part, Release
 from tests.vocabulary import EVERY
 

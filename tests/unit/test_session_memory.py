@@ -17,7 +17,7 @@ from replicad.daemon.hub import Hub
 from replicad.daemon.journal import Channel
 from replicad.daemon.relay import Relay
 from replicad.daemon.session import Dispatch, Relaying, Session
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from tests.daemons import relay_key
 from tests.vocabulary import EVERY
 

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 from replicad.daemon.fairness import PATIENCE, TURN_LINES, YieldQueue
 from replicad.daemon.hub import BATCH, SLICE, Announcing
 from replicad.daemon.session import Session
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 from .test_newcomers import Door, Open, door
 

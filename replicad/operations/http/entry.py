@@ -21,7 +21,7 @@ from replicad.daemon.service import HangUp
 from replicad.errors import Forbidden, NotAuthorised
 from replicad.operations.http.browsers import Origins, Shown, token_in
 from replicad.operations.http.messages import Refused, Request
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 
 NO_WORD = "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH"
 NO_NAME = "without a secret (--token-file, --access-file) use an address or localhost in place of a host's name"

@@ -11,7 +11,7 @@ from replicad.daemon.fairness import Asker
 from replicad.daemon.service import HangUp
 from replicad.daemon.session import Session
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TableReplaced
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.streams.chunks import Chunk
 from replicad.streams.row_pieces import Piece, Segment, clipped, segments
 from replicad.streams.serving.catchups import Catchups, PieceRead

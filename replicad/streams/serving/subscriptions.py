@@ -27,7 +27,7 @@ from replicad.errors import (
     TableReplaced,
 )
 from replicad.protocol.commands import Ping
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.streams.commands import Replicate, Taken
 from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.intervals import StreamIntervals

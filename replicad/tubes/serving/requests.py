@@ -19,8 +19,8 @@ from replicad.daemon.service import Answer, Answers
 from replicad.daemon.session import Session
 from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, LeaseHeld, LeaseLost, TubeRefused
 from replicad.protocol.command import Command
-from replicad.protocol.integer_list import pieces_of
 from replicad.protocol.tokens import Cursor
+from replicad.protocol.words import pieces_of
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.bulk import BulkBook, Want
 from replicad.tubes.commands import (

@@ -20,7 +20,7 @@ from replicad.daemon.poller import Poller
 from replicad.daemon.service import Service
 from replicad.daemon.session import Dispatch, Session
 from replicad.daemon.troubles import Troubles, keep_running, keep_service
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.daemons import DaemonReports
 from replicad.streams.serving.catchups import CatchupLimits, Catchups

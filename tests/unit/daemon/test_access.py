@@ -15,7 +15,7 @@ from replicad.daemon.relay import Relay
 from replicad.daemon.session import Relaying
 from replicad.daemon.troubles import Troubles
 from replicad.errors import UsageError
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from tests.vocabulary import EVERY
 
 from .conftest import Client, Desk, Streams, open_streams, settle

@@ -14,7 +14,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from replicad.daemon.fairness import Asker
 from replicad.daemon.service import HangUp
 from replicad.errors import DatabaseError, TokenExpired
-from replicad.protocol.states import CloseReason
+from replicad.protocol.connection import CloseReason
 from replicad.streams.chunks import Chunk
 from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.catchups import CatchupLimits, Catchups, PieceSizes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from replicad.daemon.service import Feature
-    from replicad.terminal.desired.section import Section
+    from replicad.terminal.desired import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ FEATURES = (
     Listed(desired=("replicad.streams.cli.desired", "replicad.tubes.cli.desired")),
     Listed(commands={"tail": "replicad.client.cli.tail", "ping": "replicad.client.cli.ping"}),
     Listed(serves="replicad.presence.service", commands={"presence": "replicad.presence.cli"}),
-    Listed(desired=("replicad.presence.desired",)),
+    Listed(desired=("replicad.presence.repository",)),
     Listed(desired=("replicad.caches.desired",), commands={"caches": "replicad.caches.cli"}),
-    Listed(desired=("replicad.sharding.desired",), commands={"sharding": "replicad.sharding.cli"}),
+    Listed(desired=("replicad.sharding.admin",), commands={"sharding": "replicad.sharding.cli"}),
     Listed(serves="replicad.redis.service"),
     Listed(schemes={"redis": "replicad.redis.following", "rediss": "replicad.redis.following"}),
     Listed(serves="replicad.sender.serving", commands={"sender": "replicad.sender.cli"}),

@@ -17,7 +17,7 @@ from replicad import features
 from replicad.config.declaring import Key
 from replicad.spark.pipeline_config import ENRICH, RUN
 from replicad.spark.pipeline_file import DOWNSTREAMS, SOURCE
-from replicad.terminal.desired.section import SectionKey, value_of
+from replicad.terminal.desired import SectionKey, value_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 PIPELINE, DESIRED = DOCS / "pipeline-file.md", DOCS / "operating.md"

@@ -13,7 +13,7 @@ from replicad.errors import UsageError
 from replicad.postgres import schema as schemas
 from replicad.postgres.literals import quote_ident
 from replicad.postgres.statements import Queries, call_value, statement
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values, as_it_stands
+from replicad.terminal.desired import Section, SectionKey, TargetDatabase, Values, as_it_stands
 
 PUBLIC: Final = "PUBLIC"  # every role
 

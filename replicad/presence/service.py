@@ -27,9 +27,8 @@ from replicad.daemon.troubles import Restarts, Troubles, keep_running
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
 from replicad.postgres.statements import write_in_pieces
 from replicad.presence.commands import COMMANDS, ClearUserSync, UserIp, UserSync
-from replicad.presence.repository import BATCH, PresenceRepository, PresenceSettings
+from replicad.presence.repository import BATCH, PresenceRepository, PresenceSettings, Sightings, read
 from replicad.presence.roster import Roster, RosterStatistics
-from replicad.presence.user_ips import Sightings, read
 from replicad.retry import Backoff
 
 

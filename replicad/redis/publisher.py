@@ -22,8 +22,7 @@ from replicad.client.events import GenerationBegan, PositionMoved, Reset, RowBat
 from replicad.daemon.troubles import Troubles
 from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError
 from replicad.nurseries import open_plain_nursery
-from replicad.redis.intake import FollowedGeneration, Intake, Item, Stopped
-from replicad.redis.intervals import RedisIntervals
+from replicad.redis.intake import FollowedGeneration, Intake, Item, RedisIntervals, Stopped
 from replicad.redis.link import RedisLink, Word, refused
 from replicad.redis.messages import COMMON, MISSED, OWN, STOPPED, PublishedState, Step, key_of, stream_channel
 from replicad.retry import Backoff

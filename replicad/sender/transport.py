@@ -33,8 +33,7 @@ import trio
 
 from replicad.sender import signing
 from replicad.sender.items import Transaction
-from replicad.sender.reach import Address, AllowedHosts, glob, is_public
-from replicad.sender.settings import MATRIX, Delivery
+from replicad.sender.settings import MATRIX, Address, AllowedHosts, Delivery, glob, is_public
 
 FAILURES = (
     httpcore.TimeoutException,

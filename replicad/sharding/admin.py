@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from replicad.config.declaring import WHOLE
 from replicad.errors import SchemaMissing
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import call_value, statement
 from replicad.streams.queries import SCHEMA
 from replicad.streams.registry import Registry
+from replicad.terminal.desired import Section, SectionKey, TargetDatabase, Values, as_it_stands
 
 SLOTS = 256  # enough for even shares among dozens of writers; few enough to read all of them in one query
 
@@ -115,3 +117,40 @@ async def _status(db: Database, stream: str, schema: str) -> SharingStatus:
         tuple(MemberStatus(**dict(row)) for row in members),
         tuple(Stuck(**(dict(row) | {"slots": tuple(row["slots"])})) for row in stuck),
     )
+
+
+# The streams whose writers share the keys, in a file for `replicad apply`.
+
+_MOST_SLOTS = 4096
+
+
+async def present(place: TargetDatabase) -> dict[str, Values]:
+    """The streams whose keys are shared."""
+    found = await list_shared(place.db, schema=place.settings.stream_schema)
+    return {one.stream: {"slots": one.slots} for one in found}
+
+
+async def change(place: TargetDatabase, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
+    """Let the writers share the keys; install the SQL that this needs."""
+    await enable(place.db, name, wanted["slots"], schema=place.settings.stream_schema)
+
+
+SECTION = Section(
+    name="sharding",
+    one="sharding of stream",
+    keys=(
+        SectionKey(
+            "slots",
+            WHOLE,
+            SLOTS,
+            minimum=1,
+            maximum=_MOST_SLOTS,
+            fixed="a key's slot depends on the number: stop the writers, replicad sharding disable NAME, then apply",
+        ),
+    ),
+    present=present,
+    normal=as_it_stands,
+    change=change,
+    needs="streams",
+    removal=lambda name: f"to end it: replicad sharding disable {name}",
+)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from replicad.demo.data import read_downstream
+from replicad.demo.run import read_downstream
 from tests.conftest import PATIENCE
 
 pytestmark = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replicad.demo.data import COLUMNS, CityChanges, Shard, change_shard, fill_shard, load_shards, read_rows, shards_of
+from replicad.demo.run import COLUMNS, CityChanges, Shard, change_shard, fill_shard, load_shards, read_rows, shards_of
 from replicad.errors import EnvironmentRefused
 from replicad.postgres.bridge import Database
 

@@ -22,8 +22,16 @@ from replicad.cli import app
 from replicad.config.settings import DatabaseSettings
 from replicad.postgres.bridge import open_database
 from replicad.postgres.programs import find_programs
-from replicad.terminal.desired.changes import Action, Difference, compare, make, present_objects
-from replicad.terminal.desired.section import TargetDatabase, read_tables, render
+from replicad.terminal.desired import (
+    Action,
+    Difference,
+    TargetDatabase,
+    compare,
+    make,
+    present_objects,
+    read_tables,
+    render,
+)
 from tests.conftest import psql
 from tests.lengths import LONG
 

@@ -131,7 +131,7 @@ async def test_addresses_keep_the_latest_of_a_place_and_go_when_they_are_old(
     fresh: Database, book: PresenceRepository
 ) -> None:
     from replicad.presence.commands import UserIp
-    from replicad.presence.user_ips import read
+    from replicad.presence.repository import read
 
     places = [read(UserIp("@a", f'["secret","10.0.0.{n}","agent",null,{ms}]')) for n, ms in ((1, 5), (2, 6))]
     older = read(UserIp("@a", '["old","10.0.0.1","agent",null,4]'))

@@ -21,7 +21,7 @@ from replicad.client.trio_client import open_client
 from replicad.config.settings import Address, ServerSettings
 from replicad.postgres.bridge import Database
 from replicad.redis import following
-from replicad.redis.intervals import RedisIntervals
+from replicad.redis.intake import RedisIntervals
 from replicad.redis.link import open_redis, parse_redis
 from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.demo.data import compare
+from replicad.demo.run import compare
 
 rows = st.dictionaries(st.integers(0, 50), st.tuples(st.text(max_size=3), st.none() | st.floats(allow_nan=False)))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replicad import features
 from replicad.errors import UsageError
-from replicad.terminal.desired.section import Section, SectionKey, read_tables, render
+from replicad.terminal.desired import Section, SectionKey, read_tables, render
 from tests.keys_page import DESIRED as PAGE
 from tests.keys_page import render as render_page
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.sender.reach import Address, AllowedHosts, glob, is_public
+from replicad.sender.settings import Address, AllowedHosts, glob, is_public
 
 SPECIAL = {
     4: "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.2.0/24 192.168.0.0/16 "

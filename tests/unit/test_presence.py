@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replicad.errors import PresenceRefused
 from replicad.presence.commands import UserIp
+from replicad.presence.repository import MAX_AGENT, Sightings, read
 from replicad.presence.roster import Roster
-from replicad.presence.user_ips import MAX_AGENT, Sightings, read
 from tests.lengths import examples
 
 users = st.sampled_from(["@a", "@b", "@c"])

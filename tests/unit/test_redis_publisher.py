@@ -11,8 +11,7 @@ import trio.testing
 from replicad.daemon.inside import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import RedisUnavailable
-from replicad.redis.intake import Intake
-from replicad.redis.intervals import RedisIntervals
+from replicad.redis.intake import Intake, RedisIntervals
 from replicad.redis.messages import COMMON, Step
 from replicad.redis.publisher import MOST_SAID, RedisOutlet, RedisPublisher
 

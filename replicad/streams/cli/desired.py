@@ -7,7 +7,7 @@ from replicad.errors import StreamRefused
 from replicad.postgres.statements import HOW, find_relation, statement
 from replicad.streams.chunks import MAX_ROW
 from replicad.streams.registry import Method, Registry
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
+from replicad.terminal.desired import Section, SectionKey, TargetDatabase, Values
 
 _FIXED = "only a new stream can have another one: replicad streams remove NAME, then apply; its readers begin again"
 _MIN_ROW = 1024  # bytes; a constraint of the registry

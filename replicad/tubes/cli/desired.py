@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from replicad.config.declaring import NAMES, TABLES, TEXT, WHOLE, one_of, parsed
 from replicad.errors import TubeRefused
 from replicad.postgres.statements import HOW, call_value, find_relation, load_sql, statement
-from replicad.terminal.desired.section import Section, SectionKey, TargetDatabase, Values
+from replicad.terminal.desired import Section, SectionKey, TargetDatabase, Values
 from replicad.tubes.cli.changing import change_with_locks
 from replicad.tubes.cli.islands import Tubes, parse_shards
 from replicad.tubes.keys import BIGINT, KINDS

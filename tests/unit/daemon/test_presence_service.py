@@ -15,10 +15,9 @@ from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaTooNew
 from replicad.presence.commands import ClearUserSync
-from replicad.presence.repository import Beat, PresenceRepository, PresenceSettings
+from replicad.presence.repository import Beat, PresenceRepository, PresenceSettings, Sighting
 from replicad.presence.roster import Change
 from replicad.presence.service import PresenceIntervals, PresenceService
-from replicad.presence.user_ips import Sighting
 
 from .conftest import Desk, settle
 

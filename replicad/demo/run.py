@@ -1,6 +1,7 @@
 """The demonstration from end to end: rows, a tube, the daemon, Spark, and a copy that is kept in step.
 
-It runs the commands that it prints. All figures are counted, and both sides are compared row by row.
+It runs the commands that it prints. All figures are counted, and both sides are compared row by row. The
+rows are cities of the world.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Presence in Postgres: settings, daemons and their beats, users, addresses. Calls the functions of presence/sql.
 
-Which devices sync at this daemon is in roster.py.
+Which devices sync at this daemon is in roster.py. SECTION is the part of presence in a file for `replicad apply`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Redis as a service of the daemon: a task that publishes and hears, where `--redis` is given, and its figures."""
+"""Redis as a service of the daemon: a task that publishes and hears, where `--redis` is given, and its figures.
+
+Of all daemons, one publishes (`Work`); every daemon hears the commands of other processes (`Hearing`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Enables and disables the sharing of a stream's keys, and shows its state to an operator."""
+"""Enables and disables the sharing of a stream's keys, and shows its state to an operator.
+
+SECTION is its part of a file for `replicad apply`.
+"""
 
 from __future__ import annotations
 

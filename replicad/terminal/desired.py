@@ -1,4 +1,7 @@
-"""A feature's part of the file: its keys, finding its objects in a database, and making or changing an object.
+"""What should be in a database, as a file says it: `replicad plan`, `apply` and `export`.
+
+A feature declares its part of the file as a `Section`: its keys, finding its objects in a database, and making or
+changing an object. Reading, comparing and writing know no feature.
 
 An object (a stream, a tube) is a mapping of values by key. The *normal form* has every key that describes the object,
 defaults included, and names as the database has them. `read` gives the file's values with defaults; `normal` finds the

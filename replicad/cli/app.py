@@ -18,12 +18,12 @@ COMMANDS = {
     "apply": "replicad.cli.apply:apply",
     "plan": "replicad.cli.apply:plan",
     "export": "replicad.cli.apply:export",
-    "contexts": "replicad.cli.contexts",
+    "contexts": "replicad.cli.installation:contexts",
     "sql": "replicad.cli.sql",
     "access": "replicad.cli.access",
-    "completion": "replicad.cli.completion",
+    "completion": "replicad.cli.installation:completion",
     "demo": "replicad.cli.demo",
-    "version": "replicad.cli.version",
+    "version": "replicad.cli.installation:version",
 }
 """Every sub-command, in the order of the help text, and the module that has it as `command`, or `module:name`."""
 

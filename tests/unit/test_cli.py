@@ -241,7 +241,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
         def fail(*_: object) -> str:
             raise error
 
-        monkeypatch.setattr("replicad.cli.version._version", fail)
+        monkeypatch.setattr("replicad.cli.installation._version", fail)
 
     return install
 
@@ -283,8 +283,8 @@ def test_ctrl_c_while_a_command_starts_ends_it_with_130_and_no_traceback(monkeyp
 def test_a_reader_of_our_output_that_goes_away_is_no_news() -> None:
     script = (
         "import sys, click\n"
-        "from replicad.cli import app, version\n"
-        "version._version = lambda *_: 'x' * 200_000\n"
+        "from replicad.cli import app, installation\n"
+        "installation._version = lambda *_: 'x' * 200_000\n"
         "sys.exit(app.run(['version']))\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replicad.cli import app
-from replicad.cli.completion import VARIABLE, place_of
+from replicad.cli.installation import SHELL_VARIABLE, place_of
 from replicad.client.cli.tail import command as tail
 from replicad.client.cli.tail import options_again
 from replicad.config.settings import Address, parse_server
@@ -128,7 +128,7 @@ def test_completion_is_printed_and_installed_where_the_shell_looks(
         monkeypatch.setenv(name, str(tmp_path))
     assert app.run(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert VARIABLE in script
+    assert SHELL_VARIABLE in script
     for _ in range(2):
         assert app.run(["completion", shell, "--install"]) == 0
     assert place_of(shell).read_text() == script
@@ -138,7 +138,7 @@ def test_completion_is_printed_and_installed_where_the_shell_looks(
 
 def test_the_shell_is_given_the_commands_and_options() -> None:
     def complete(*words: str) -> set[str]:
-        asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), VARIABLE: "bash_complete"}
+        asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), SHELL_VARIABLE: "bash_complete"}
         done = subprocess.run(
             [sys.executable, "-m", "replicad"], env={**_plain(), **asked}, capture_output=True, text=True, check=True
         )

@@ -13,8 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from replicad.operations.http import wire
-from replicad.operations.http.messages import Answer, Refused, split_target
-from replicad.operations.http.wire import Ended, Head, Wire, look_at_head, origin_form
+from replicad.operations.http.wire import Answer, Ended, Head, Refused, Wire, look_at_head, origin_form, split_target
 from tests.lengths import examples
 
 HOST = b"host: localhost\r\n"

@@ -11,7 +11,7 @@ import click
 
 from replicad.config.settings import DatabaseSettings, colour_allowed, read_settings
 from replicad.errors import ReplicadError, UsageError
-from replicad.operations.asking import ask, http_options
+from replicad.operations.clients import ask, http_options
 from replicad.terminal.command import ReplicadCommand, database_options, json_option, option
 from replicad.terminal.database import database_url, run_async
 from replicad.terminal.output import as_json_line, echo

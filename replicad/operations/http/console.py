@@ -21,7 +21,7 @@ from replicad.daemon.figures import StateColumns, StateView
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError, UnknownTube
 from replicad.operations.http.entry import NAMES, NO_NAME, Caller, is_address, no_such
-from replicad.operations.http.messages import Answer, Refused, Request
+from replicad.operations.http.wire import Answer, Refused, Request
 from replicad.operations.serving import REPLAY, STATUS
 from replicad.postgres.statements import call_value, statement
 from replicad.reading import Unreadable, read_json

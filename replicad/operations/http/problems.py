@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from replicad.client.refusals import refusal
 from replicad.errors import BadToken, RemoteError, ReplicadError, TokenExpired, TokenForked
-from replicad.operations.http.messages import Answer, Refused
+from replicad.operations.http.wire import Answer, Refused
 from replicad.protocol.tokens import Vector
 
 UNAVAILABLE = 503  # of every code that is not in the table: it may be over later

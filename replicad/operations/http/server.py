@@ -34,11 +34,10 @@ from replicad.operations.http.console import FILES, Console
 from replicad.operations.http.entry import Caller, calling, refuse_controls
 from replicad.operations.http.guests import Desk, Guest
 from replicad.operations.http.live import Live
-from replicad.operations.http.messages import Answer, Refused, Request, split_target
 from replicad.operations.http.metrics import AGE, FAILURES, Exposition, LookIntervals, Looks
 from replicad.operations.http.streams import RowsPage
 from replicad.operations.http.surroundings import Surroundings
-from replicad.operations.http.wire import Ended
+from replicad.operations.http.wire import Answer, Ended, Refused, Request, split_target
 from replicad.operations.serving import STATUS
 from replicad.streams.serving.service import daemon_name
 

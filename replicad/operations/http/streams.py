@@ -20,11 +20,9 @@ from replicad.daemon.fairness import Asker
 from replicad.daemon.inside import PageRequest, RowPage
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError
-from replicad.operations.http.browsers import KEPT, Origins
-from replicad.operations.http.entry import Caller, calling
-from replicad.operations.http.messages import Answer, Refused, Request
+from replicad.operations.http.entry import KEPT, Caller, Origins, calling
 from replicad.operations.http.problems import BadRequest, Problem, problem_of, problem_of_refusal
-from replicad.operations.http.wire import Ended
+from replicad.operations.http.wire import Answer, Ended, Refused, Request
 from replicad.streams.commands import Replicate
 
 ROWS, MOST_ROWS = 1000, 10_000  # of a page: without `limit`, and at most

@@ -2,23 +2,96 @@
 
 `h11` reads heads and bodies and writes answers. It is lenient in some places where two programs may understand one
 request in two ways, so `look_at_head` refuses these before: what a proxy has let through is what the daemon sees. There
-is no HTTP/2 and no upgrade; the header Upgrade is ignored.
+is no HTTP/2 and no upgrade; the header Upgrade is ignored. A `Request` and its `Answer` are what the pages see.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import h11
 import trio
 
-from replicad.operations.http.messages import Answer, Refused
+if TYPE_CHECKING:
+    from replicad.operations.http.guests import Guest
+
+# A request and its answer, as the pages see them. What may stand on the wire is decided in `wire`.
+
+MOST_PARAMETERS = 20  # of a query
+
+
+class Refused(Exception):
+    """The request is refused: the status of HTTP, and why."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request whose head has been read. `path` is decoded; names of `headers` are lower-case, and several fields of
+    one name are one value with commas. `guest`: the connection that it came on. `body` reads at most so
+    many bytes; it raises Refused. `repeats`: a parameter of the query was given twice, of which `query` has the last.
+    """
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    repeats: bool
+    headers: Mapping[str, str]
+    guest: Guest
+    body: Callable[[int], Awaitable[bytes]]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a request is answered: whole, in memory. `close`: the connection is closed after it."""
+
+    status: int = 200
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    close: bool = False
+
+    @classmethod
+    def text(cls, text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+        """Plain text."""
+        return cls(status, text.encode(), {"content-type": "text/plain; charset=utf-8", **(headers or {})})
+
+    @classmethod
+    def json(cls, found: object) -> Answer:
+        """JSON of numbers and texts in UTF-8."""
+        return cls.of_type("application/json", json.dumps(found, ensure_ascii=False, allow_nan=False).encode())
+
+    @classmethod
+    def of_type(cls, content_type: str, body: bytes) -> Answer:
+        """Bytes of that type."""
+        return cls(200, body, {"content-type": content_type})
+
+
+def split_target(target: str) -> tuple[str, Mapping[str, str], bool]:
+    """The path and the parameters of an origin-form (RFC 9112, 3.2.1), and whether a parameter was given twice.
+
+    Raises:
+        Refused: there are too many parameters.
+    """
+    path, _, query = target.partition("?")
+    try:
+        found = parse_qsl(query, keep_blank_values=True, max_num_fields=MOST_PARAMETERS)
+    except ValueError:
+        raise Refused(400, f"a query has at most {MOST_PARAMETERS} parameters") from None
+    parameters = dict(found)
+    return unquote(path, errors="replace"), parameters, len(parameters) < len(found)
+
 
 HEAD_BYTES = 16 << 10  # of a request
 HEAD_END = b"\r\n\r\n"

@@ -21,8 +21,8 @@ from replicad.operations.serving import Http
 from replicad.presence import service as presence
 from replicad.presence.service import PresenceIntervals, PresenceService
 from replicad.redis import service as redis
-from replicad.redis.intake import RedisIntervals
-from replicad.redis.service import RedisService, RedisWork
+from replicad.redis.service import RedisIntervals, RedisService
+from replicad.redis.work import RedisWork
 from replicad.streams.serving import service as streams
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher

@@ -22,9 +22,10 @@ from replicad.client.events import GenerationBegan, PositionMoved, Reset, RowBat
 from replicad.daemon.troubles import Troubles
 from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError
 from replicad.nurseries import open_plain_nursery
-from replicad.redis.intake import FollowedGeneration, Intake, Item, RedisIntervals, Stopped
+from replicad.redis.intake import FollowedGeneration, Intake, Item, Stopped
 from replicad.redis.link import RedisLink, Word, refused
 from replicad.redis.messages import COMMON, MISSED, OWN, STOPPED, PublishedState, Step, key_of, stream_channel
+from replicad.redis.service import RedisIntervals
 from replicad.retry import Backoff
 
 MOST_SAID = 1000  # lines of other clients that wait to be published; then the oldest are dropped, and counted

@@ -20,7 +20,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.presence.repository import PresenceRepository
 from replicad.presence.roster import Change
-from replicad.redis.service import PublisherBook
+from replicad.redis.work import PublisherBook
 from replicad.sender.items import START, Order, Pdu
 from replicad.sender.store import Entry, Recording, SenderStore, open_store
 from replicad.streams.registry import ReaderAck, Registry, Stream

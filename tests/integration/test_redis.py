@@ -32,11 +32,10 @@ from replicad.errors import (
 from replicad.postgres.bridge import Database
 from replicad.presence.repository import PresenceRepository
 from replicad.redis import following
-from replicad.redis.intake import RedisIntervals
 from replicad.redis.link import RedisLink, open_redis, parse_redis
 from replicad.redis.messages import BOTH, Step, key_of
 from replicad.redis.publisher import RedisOutlet
-from replicad.redis.service import RedisFigures
+from replicad.redis.service import RedisFigures, RedisIntervals
 from replicad.streams.daemons import DaemonReports
 from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE

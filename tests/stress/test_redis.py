@@ -21,8 +21,8 @@ from replicad.client.trio_client import open_client
 from replicad.config.settings import Address, ServerSettings
 from replicad.postgres.bridge import Database
 from replicad.redis import following
-from replicad.redis.intake import RedisIntervals
 from replicad.redis.link import open_redis, parse_redis
+from replicad.redis.service import RedisIntervals
 from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces, open_daemon

@@ -9,7 +9,7 @@ import pytest
 from replicad.config.settings import Address, ServerSettings
 from replicad.errors import UsageError
 from replicad.redis.link import parse_redis
-from replicad.redis.service import announced_address
+from replicad.redis.work import announced_address
 
 
 @pytest.mark.parametrize(

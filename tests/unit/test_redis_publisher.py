@@ -11,9 +11,10 @@ import trio.testing
 from replicad.daemon.inside import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import RedisUnavailable
-from replicad.redis.intake import Intake, RedisIntervals
+from replicad.redis.intake import Intake
 from replicad.redis.messages import COMMON, Step
 from replicad.redis.publisher import MOST_SAID, RedisOutlet, RedisPublisher
+from replicad.redis.service import RedisIntervals
 
 
 class Outlet:

@@ -29,9 +29,9 @@ class Listed:
 
 
 FEATURES = (
-    Listed(serves="replicad.streams.serving.service", commands={"streams": "replicad.streams.cli.streams"}),
+    Listed(serves="replicad.streams.serving.service", commands={"streams": "replicad.streams.cli"}),
     Listed(serves="replicad.tubes.serving.service", commands={"tubes": "replicad.tubes.cli.tubes"}),
-    Listed(desired=("replicad.streams.cli.desired", "replicad.tubes.cli.desired")),
+    Listed(desired=("replicad.streams.desired", "replicad.tubes.cli.desired")),
     Listed(commands={"tail": "replicad.client.cli.tail", "ping": "replicad.client.cli.ping"}),
     Listed(serves="replicad.presence.service", commands={"presence": "replicad.presence.cli"}),
     Listed(desired=("replicad.presence.repository",)),

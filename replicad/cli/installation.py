@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 from click.shell_completion import get_completion_class
 
-from replicad.config.contexts import VARIABLE, contexts_file, read_contexts
 from replicad.config.declaring import one_of
+from replicad.config.settings import CONTEXT_VARIABLE, contexts_file, read_contexts
 from replicad.errors import EnvironmentRefused
 from replicad.masking import mask_secrets
 from replicad.terminal.command import ReplicadCommand, ValueType, json_option, option
@@ -124,7 +124,7 @@ def contexts(as_json: bool) -> None:
       server = "db1:9009"
     """
     file = contexts_file()
-    chosen = os.environ.get(VARIABLE)
+    chosen = os.environ.get(CONTEXT_VARIABLE)
     rows = [
         {"context": one.name, "chosen": one.name == chosen}
         | {key: mask_secrets(value) for key, value in one.values.items()}

@@ -27,7 +27,6 @@ from replicad.daemon.admission import Acceptor, AcceptQueues, Handshakes, Pauses
 from replicad.daemon.fairness import YieldQueue
 from replicad.daemon.figures import Figures
 from replicad.daemon.hub import Hub
-from replicad.daemon.inside import Inside
 from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import EXTRA_CLIENTS, Pools, guest_files, open_pools, plan_connections
@@ -42,7 +41,7 @@ from replicad.daemon.process import (
     uninterruptible,
 )
 from replicad.daemon.relay import Relay, RelayIntervals, RelayKey
-from replicad.daemon.service import Feature, Host, Job, Service
+from replicad.daemon.service import Feature, Host, Inside, Job, Service
 from replicad.daemon.session import Dispatch, Relaying, Session
 from replicad.daemon.troubles import Restarts, Troubles, keep_running, keep_service
 from replicad.errors import (

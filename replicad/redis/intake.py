@@ -28,7 +28,7 @@ from replicad.client.link import DaemonTarget
 from replicad.client.refusals import named_stream
 from replicad.client.requests import Introduction
 from replicad.client.trio_client import TrioClient, TrioFollower
-from replicad.daemon.inside import Inside
+from replicad.daemon.service import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import BadToken, ConnectionLost, ReplicadError, RowUnreadable, TokenAhead, TokenExpired
 from replicad.nurseries import open_plain_nursery

@@ -22,8 +22,7 @@ import trio
 from replicad.beats import BeatWatch
 from replicad.client.refusals import refusal
 from replicad.config.settings import ServerSettings
-from replicad.daemon.inside import Inside
-from replicad.daemon.service import Host
+from replicad.daemon.service import Host, Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import ConnectionLost, DatabaseError, RemoteProtocolError, ReplicadError, ServerStopping
 from replicad.nurseries import open_plain_nursery

@@ -17,15 +17,20 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from replicad.config.contexts import FILE_VARIABLE, KEYS, VARIABLE, CommandContext, contexts_file, find_context
 from replicad.config.declaring import FLAG, Key, ValueKind, nearest, plain, settings_of
 from replicad.config.limits import Limits
 from replicad.config.settings import (
+    CONTEXT_KEYS,
+    CONTEXT_VARIABLE,
+    CONTEXTS_VARIABLE,
     ClientSettings,
+    CommandContext,
     DatabaseSettings,
     LogSettings,
     ServerSettings,
     colour_allowed,
+    contexts_file,
+    find_context,
     read_settings,
 )
 from replicad.errors import UsageError
@@ -81,7 +86,7 @@ class ReplicadCommand(click.Command):
             for made in settings_of(LogSettings):
                 default = log_level if made.name == "log_level" else made.default
                 self.params.append(SectionOption([made.option], **_option_of(made, default)))
-        elif any(param.name in KEYS for param in self.params):
+        elif any(param.name in CONTEXT_KEYS for param in self.params):
             self.params.append(_context_option())
         self.params.append(_debug_option())
 
@@ -134,7 +139,11 @@ def _warn_of_variables(ctx: click.Context) -> None:
     kinds = (ServerSettings, DatabaseSettings, Limits, ClientSettings, LogSettings)
     known = {made.variable for kind in kinds for made in settings_of(kind)}
     of_command = {f"REPLICAD_{param.name.upper()}" for param in ctx.command.params if param.name}
-    of_command |= {VARIABLE, FILE_VARIABLE} if any(param.name in KEYS for param in ctx.command.params) else set()
+    of_command |= (
+        {CONTEXT_VARIABLE, CONTEXTS_VARIABLE}
+        if any(param.name in CONTEXT_KEYS for param in ctx.command.params)
+        else set()
+    )
     of_command |= {"REPLICAD_TOKEN"} if {"REPLICAD_TOKEN_FILE"} & of_command else set()
     for name in sorted(os.environ.keys() - known - of_command):
         if name.startswith("REPLICAD_"):
@@ -269,9 +278,9 @@ def apply_context(ctx: click.Context, named: str | None) -> None:
     keys = {
         param.name: param
         for param in ctx.command.params
-        if param.name in KEYS and ctx.get_parameter_source(param.name) is not ParameterSource.COMMANDLINE
+        if param.name in CONTEXT_KEYS and ctx.get_parameter_source(param.name) is not ParameterSource.COMMANDLINE
     }
-    chosen = named or os.environ.get(VARIABLE) or None
+    chosen = named or os.environ.get(CONTEXT_VARIABLE) or None
     if chosen is None:
         _report_variable(keys)
         return
@@ -280,7 +289,7 @@ def apply_context(ctx: click.Context, named: str | None) -> None:
     context = find_context(chosen, contexts_file())
     for key, param in keys.items():
         value = context.values.get(key or "")
-        _refuse_variable(context, KEYS[key or ""].variable, has=value is not None, explicit=named is not None)
+        _refuse_variable(context, CONTEXT_KEYS[key or ""].variable, has=value is not None, explicit=named is not None)
         if value is not None:
             ctx.params[key or ""] = (value,) if getattr(param, "multiple", False) else value
         elif key in NEEDED:
@@ -300,6 +309,6 @@ def _refuse_variable(context: CommandContext, variable: str, *, has: bool, expli
 
 
 def _report_variable(keys: dict[Any, click.Parameter]) -> None:
-    value = os.environ.get(KEYS["database"].variable)
+    value = os.environ.get(CONTEXT_KEYS["database"].variable)
     if "database" in keys and value and sys.stderr.isatty():
-        say(f"replicad: {KEYS['database'].variable}: {mask_secrets(value)}")
+        say(f"replicad: {CONTEXT_KEYS['database'].variable}: {mask_secrets(value)}")

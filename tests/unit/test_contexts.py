@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicad.cli import app
-from replicad.config.contexts import read_contexts
+from replicad.config.settings import read_contexts
 from replicad.errors import UsageError
 
 GOOD = """

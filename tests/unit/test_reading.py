@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from replicad import reading
 from replicad.cli import app
 from replicad.config.access import Verbs, read_access
-from replicad.config.contexts import read_contexts
-from replicad.config.settings import ServerSettings, read_settings
+from replicad.config.settings import ServerSettings, read_contexts, read_settings
 from replicad.errors import UsageError
 from replicad.reading import MAX_DEPTH, MAX_FILE, Unreadable, read_json, read_toml_text
 from replicad.spark.pipeline_file import load_config

@@ -8,7 +8,7 @@ from typing import cast
 import trio
 import trio.testing
 
-from replicad.daemon.inside import Inside
+from replicad.daemon.service import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import RedisUnavailable
 from replicad.redis.intake import Intake

@@ -29,8 +29,7 @@ from replicad.daemon.service import Host
 from replicad.errors import LocalProtocolError, TokenForked, UnknownStream
 from replicad.nurseries import open_plain_nursery
 from replicad.operations.http.entry import Caller
-from replicad.operations.http.problems import Problem, problem_of_text
-from replicad.operations.http.streams import Page, row_json
+from replicad.operations.http.streams import Page, Problem, problem_of_text, row_json
 from replicad.operations.http.wire import Answer, Request
 from replicad.protocol.commands import Name
 from replicad.protocol.tokens import Vector

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import trio
 
 from replicad.daemon.fairness import Asker
-from replicad.daemon.inside import PageRequest, RowPage
 from replicad.daemon.joined import Joined
+from replicad.daemon.service import PageRequest, RowPage
 from replicad.errors import RowUnreadable
 from replicad.protocol.tokens import Vector
 from replicad.streams.chunks import HEAD, line_token

@@ -1,1 +1,0 @@
-"""`replicad streams`: registering streams, looking at them, and mending them."""

@@ -45,6 +45,9 @@ what replicad's own functions raise.
 
 # --- locks and time ---
 
+CONSTRAINT_OF_OTHERS: Final[Meaning] = ("23503", "23505", "23P01")
+"""A foreign key, a unique key or an exclusion: whether a row fits depends on other rows."""
+
 LOCKED: Final[Meaning] = ("55P03",)
 """Another transaction kept a lock for longer than lock_timeout."""
 

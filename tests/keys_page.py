@@ -15,6 +15,7 @@ from pathlib import Path
 
 from replicad import features
 from replicad.config.declaring import Key
+from replicad.spark.local.file import OF_LOCAL, OF_TABLE, OF_TABLES
 from replicad.spark.pipeline_config import ENRICH, RUN
 from replicad.spark.pipeline_file import DOWNSTREAMS, SOURCE
 from replicad.terminal.desired import SectionKey, value_of
@@ -27,6 +28,9 @@ PIPELINES: Mapping[str, Sequence[Key]] = {
     "source": SOURCE,
     "enrich": ENRICH,
     "run": RUN,
+    "tables": OF_TABLES,
+    "table": OF_TABLE,
+    "run of local": OF_LOCAL,
     **{f"downstream {kind}": keys for kind, keys in DOWNSTREAMS.items()},
 }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from replicad.config.settings import DatabaseSettings, read_settings
+from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option
 from replicad.terminal.output import as_json_line, echo
 
@@ -70,6 +71,19 @@ def run(
     """
     settings = read_settings(DatabaseSettings, {"database": database})
 
+    from replicad.spark.local import LOCAL, check_packages, engine_of
+
+    if engine_of(config) == LOCAL:
+        check_packages()
+        from replicad.spark.local.engine import run_local
+        from replicad.spark.local.file import load_local
+
+        local = load_local(config, database=settings.database, trigger=trigger)
+        local = replace(local, rebuild=rebuild, tube_schema=settings.tube_schema)
+        with _stop_on_signals() as asked_to_stop:
+            result = run_local(local, until=asked_to_stop)
+        echo(as_json_line(asdict(result)) if as_json else summary(result))
+        return
     from replicad.spark.session import build_session, check_pyspark
 
     check_pyspark()  # pyarrow, which the next two need, comes with the same extra
@@ -85,6 +99,60 @@ def run(
 
         result = pipeline.run(loaded, make_session, until=lambda _: asked_to_stop())
     echo(as_json_line(asdict(result)) if as_json else summary(result))
+
+
+@command.command(
+    "init",
+    cls=ReplicadCommand,
+    epilog="""\b
+Examples:
+  replicad pipeline init shop.toml --database postgresql://user@db1/shop \\
+    --to postgresql://user@warehouse/dw
+  replicad pipeline init shop.toml --to copy=postgresql://user@dw/dw \\
+    --to lake=delta:s3://lake/shop --exclude 'public.audit_*'""",
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@option("--database", metavar="URL", help="Postgres that has the rows. Also REPLICAD_DATABASE.")
+@option(
+    "--to",
+    "targets",
+    metavar="[NAME=]TARGET",
+    multiple=True,
+    required=True,
+    help="A downstream: postgresql://..., delta:FOLDER, delta:s3://..., parquet:FOLDER, or https://... of a search "
+    "index. May be given several times.",
+)
+@option("--include", metavar="PATTERN", multiple=True, default=("public.*",), show_default=True, help="Which tables.")
+@option("--exclude", metavar="PATTERN", multiple=True, help="Tables that are left out.")
+@option("--tube", metavar="NAME", default="pipeline", show_default=True, help="Name of the tube.")
+@option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Host of the daemon.")
+@option("--port", metavar="PORT", type=int, default=9009, show_default=True, help="Port of the daemon.")
+def init(
+    *, config: Path, database: str | None, targets: tuple[str, ...], include: tuple[str, ...], exclude: tuple[str, ...],
+    tube: str, host: str, port: int,
+) -> None:  # fmt: skip
+    """Write the file of a pipeline for the tables of a database, attach them to a tube, and backfill them.
+
+    CONFIG is the new file, with engine = "local". Each table gets a shard of its own in the tube. A daemon must have
+    been started once with the database, which installs what tubes need. Then start: replicad pipeline run CONFIG.
+    """
+    settings = read_settings(DatabaseSettings, {"database": database})
+
+    from replicad.spark.local import check_packages
+
+    check_packages()
+    from replicad.spark.local.file import named_targets, render, write_new
+    from replicad.spark.local.tables import attach_new
+
+    if settings.database is None:
+        raise UsageError("give the database that has the rows: --database URL, or REPLICAD_DATABASE")
+    text = render(
+        settings.database, named_targets(targets), tube=tube, host=host, port=port, include=include, exclude=exclude
+    )
+    with write_new(config, text) as loaded:
+        attached = attach_new(replace(loaded, tube_schema=settings.tube_schema), create=True)
+    echo(f"{config}: {len(attached)} tables are attached to tube {tube}, and their backfill is scheduled")
+    echo(f"now: replicad pipeline run {config}")
 
 
 def summary(result: PipelineResult) -> str:

@@ -195,8 +195,8 @@ class Enricher:
         otherwise it holds all of them twice.
         """
         before, _, after = query.rpartition("$1")
-        proof = _PROOF.format(pods=self.pods, seqs=_listed(seqs))
-        statement = _WITH_PROOF.format(proof=proof, there=_THERE, query=before + _listed(ids) + after)
+        proof = _PROOF.format(pods=self.pods, seqs=listed(seqs))
+        statement = _WITH_PROOF.format(proof=proof, there=_THERE, query=before + listed(ids) + after)
 
         def work(driver: Any) -> pa.Table | None:
             held, size = [], 0
@@ -239,7 +239,7 @@ class Enricher:
             )
 
 
-def _listed(values: pa.Array) -> str:
+def listed(values: pa.Array) -> str:
     """SQL of an array of integers or texts: one literal, which Postgres parses faster than ten thousand."""
     if not pa.types.is_string(values.type):
         return "'{" + ",".join(map(str, values.to_pylist())) + "}'::bigint[]"

@@ -85,13 +85,13 @@ def park_refused(
         part, term = Part(0, 1), hold.term()
         with endpoint_of(options).connect(f"{hold.holder}/parking"[:255]) as client:
             batches = list(_waiting(client, options, part, term))
-            found, fine = _search(enricher, trial, batches)
+            found, fine = search(enricher, trial, collect(batches).table)
             few = all(one.surely for one in found) and sum(len(one.ids) for one in found) <= FEW
             if not found or not (fine or few):
                 return 0
             checkpoint.write(PARKED, "")
             for one in found:
-                for seq, ids in _pods_with(batches, one):
+                for seq, ids in pods_with(batches, one):
                     parked += client.park(hold.tube, part, term, seq, ids, tries=tries, error=one.error)
                 log.warning("parked", tube=hold.tube, shard=one.shard, ids=len(one.ids), error=one.error)
     return parked
@@ -105,13 +105,16 @@ def _waiting(client: BlockingClient, options: SourceOptions, part: Part, term: i
     return PodReader(options.tube, part, payload=True, keys=options.keys).batches(chunks)
 
 
-def _search(
-    enricher: Enricher, trial: Callable[[EnrichedRows], None], batches: list[pa.RecordBatch]
+def search(
+    enricher: Enricher, trial: Callable[[EnrichedRows], None], touches: pa.Table
 ) -> tuple[list[RefusedIds], int]:
-    """The refused ids, and the number of the others."""
+    """The ids among deduplicated touches whose rows cannot be read, or are refused by `trial`; the number of others.
+
+    Raises as `park_refused`.
+    """
     found: list[RefusedIds] = []
     fine = unheld = 0
-    for shard, chunk in chunks_by_shard(collect(batches).table, enricher.chunk):
+    for shard, chunk in chunks_by_shard(touches, enricher.chunk):
         todo = [chunk]
         while todo:
             piece = todo.pop()
@@ -141,7 +144,7 @@ def _search(
     return found, fine
 
 
-def _pods_with(batches: list[pa.RecordBatch], one: RefusedIds) -> Iterator[tuple[int, list[int]]]:
+def pods_with(batches: list[pa.RecordBatch], one: RefusedIds) -> Iterator[tuple[int, list[int]]]:
     """The seq of each pod that has some of the ids, and those ids."""
     for batch in batches:
         of_shard = batch.filter(pc.equal(batch.column("shard"), one.shard))

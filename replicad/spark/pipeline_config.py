@@ -118,7 +118,14 @@ ENRICH = (
         'columns that are renamed in one table after the other: `{old = "new"}`; downstream they keep the old name',
     ),
 )
+ENGINES = {"spark": "Spark, on a cluster or on this machine", "local": "one Python process, without Spark and Java"}
 RUN = (
+    Key(
+        "engine",
+        one_of(*ENGINES),
+        "spark",
+        "what runs the pipeline; " + "; ".join(f"`{name}`: {what}" for name, what in ENGINES.items()),
+    ),
     Key("checkpoint", TEXT, None, "folder, or URI for Hadoop, in which Spark keeps how far it is", required=True),
     Key(
         "trigger",

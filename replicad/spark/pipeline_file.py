@@ -122,7 +122,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
             raise UsageError(
                 f"{name} is not a section; write [{name}]" if name in found else f"there is no section [{name}]"
             )
-    source = _source(found["source"])
+    source = source_of(found["source"])
     spark = {}
     for name, value in found.get("spark", {}).items():
         if not name.startswith("spark."):
@@ -130,8 +130,8 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
                 f'[spark] {name}: give names of Spark\'s settings in quotes, such as "spark.driver.memory"'
             )
         spark[name] = Key(name, _SCALAR).take(value, f"[spark] {name}")
-    enrich = _checked("[enrich]", found["enrich"], ENRICH)
-    run = _checked("[run]", found["run"], RUN)
+    enrich = checked("[enrich]", found["enrich"], ENRICH)
+    run = checked("[run]", found["run"], RUN)
     url = database or enrich.get("database")
     if url is None:
         raise UsageError("[enrich] has no database, and neither --database nor REPLICAD_DATABASE is given")
@@ -142,7 +142,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         token=source.pop("token", None),
         options=source,
         database=url,
-        table=_tables(enrich),
+        table=rules_of(enrich),
         id_column=enrich.get("id", "id"),
         columns=enrich.get("columns", ALL_COLUMNS),
         numeric=enrich.get("numeric", DECIMAL),
@@ -150,7 +150,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         new_columns=enrich.get("new_columns", FOLLOW),
         wider_types=enrich.get("wider_types", FOLLOW),
         renamed=enrich.get("renamed", {}),
-        sink=_sink(dict(found["downstream"]), folder, url),
+        sink=sink_of(dict(found["downstream"]), folder, url),
         checkpoint=below(folder, run["checkpoint"]),
         trigger=trigger or run.get("trigger", AVAILABLE_NOW),
         name=run.get("name", "pipeline"),
@@ -160,7 +160,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
     )
 
 
-def _source(section: Mapping[str, Any]) -> dict[str, str]:
+def source_of(section: Mapping[str, Any]) -> dict[str, str]:
     """The options by their Spark names, as texts. They may be written in any case, as for Spark."""
     names = {key.name.lower(): key.name for key in SOURCE}
     given = {names.get(name.lower(), name): value for name, value in section.items()}
@@ -173,27 +173,29 @@ def _source(section: Mapping[str, Any]) -> dict[str, str]:
     return {name: _plain(value) for name, value in given.items()}
 
 
-def _checked(where: str, section: Mapping[str, Any], keys: Sequence[Key]) -> dict[str, Any]:
+def checked(where: str, section: Mapping[str, Any], keys: Sequence[Key]) -> dict[str, Any]:
     """The values of the section. Raises UsageError: a key is unknown or missing, or a value is not valid."""
     return read_table(section, keys, lambda name: f"{where} {name}", refuse)
 
 
-def _tables(enrich: Mapping[str, Any]) -> str | list[TableRule]:
+def rules_of(enrich: Mapping[str, Any]) -> str | list[TableRule]:
+    """The table, or the rules for tables, of [enrich]."""
     if ("table" in enrich) == ("tables" in enrich):
         raise UsageError('[enrich] needs either table = "..." or tables = [{shards = "0-9", table = "..."}, ...]')
     if "table" in enrich:
         return str(enrich["table"])
-    rules = [_checked("[enrich] tables", entry, _TABLE) for entry in enrich["tables"]]
+    rules = [checked("[enrich] tables", entry, _TABLE) for entry in enrich["tables"]]
     return [TableRule(rule["table"], rule["shards"], rule.get("database")) for rule in rules]
 
 
-def _sink(section: dict[str, Any], folder: Path, database: str) -> Sink:
+def sink_of(section: dict[str, Any], folder: Path, database: str) -> Sink:
+    """The sink of a section [downstream]."""
     kind = section.pop("kind", None)
     if not isinstance(kind, str) or kind not in DOWNSTREAMS:
         raise UsageError(f"[downstream] kind: {shown_value(kind)} is not valid; give one of {', '.join(DOWNSTREAMS)}")
     if kind == "class":
-        return _own_class(section)
-    section = _checked("[downstream]", section, DOWNSTREAMS[kind])
+        return own_class(section)
+    section = checked("[downstream]", section, DOWNSTREAMS[kind])
     if kind == "postgres":
         section.setdefault("url", database)
     for name in ("folder", "uri"):
@@ -202,8 +204,9 @@ def _sink(section: dict[str, Any], folder: Path, database: str) -> Sink:
     return KINDS[kind](**section)
 
 
-def _own_class(section: dict[str, Any]) -> Sink:
-    _checked("[downstream]", {name: value for name, value in section.items() if name == "class"}, DOWNSTREAMS["class"])
+def own_class(section: dict[str, Any]) -> Sink:
+    """The sink of a section with the class of a user."""
+    checked("[downstream]", {name: value for name, value in section.items() if name == "class"}, DOWNSTREAMS["class"])
     made = load_object(section.pop("class"), "[downstream] class")
     try:
         return CustomSink(made(**section))

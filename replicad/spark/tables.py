@@ -461,8 +461,8 @@ def _source(  # noqa: PLR0917 - all of it is known to the caller alone
         if wanted.keys == BIGINT:
             return TableForm(f"{quote(names[wanted.id])} = ANY($1)", columns, known)
         key = [form.names.get(name, name) for name in wanted.key_columns]
-        text = Column(_key_text(key), pa.string(), None)
-        return TableForm(_key_found(key, form.types or every), {wanted.id: text, **_without(columns, wanted.id)}, known)
+        text = Column(key_as_text(key), pa.string(), None)
+        return TableForm(key_among(key, form.types or every), {wanted.id: text, **_without(columns, wanted.id)}, known)
 
     whole = read(_Form((), of_rule, every))
     others = {}
@@ -478,13 +478,13 @@ def _without(columns: Mapping[str, Column], name: str) -> dict[str, Column]:
     return {other: column for other, column in columns.items() if other != name}
 
 
-def _key_text(key: Sequence[str]) -> str:
+def key_as_text(key: Sequence[str]) -> str:
     """SQL for the id of a row in a tube with ids of kind text, as `tube_key_sql` of tubes/sql/keys.sql."""
     texts = [f"{quote(name)}::text" for name in key]
     return texts[0] if len(texts) == 1 else f"json_build_array({', '.join(texts)})::text"
 
 
-def _key_found(key: Sequence[str], types: Mapping[str, str]) -> str:
+def key_among(key: Sequence[str], types: Mapping[str, str]) -> str:
     """SQL for whether the id of a row is in `$1`, an array of text; an index on the columns of the key serves it."""
     if len(key) == 1:
         return f"{quote(key[0])} = ANY($1::text[]::{types[key[0]]}[])"

@@ -26,7 +26,9 @@ class Shape:
     A row's identity is (`_shard`, id). `_seq` is the seq of the last touch for which it was written. `types`: the types
     that the columns have in Postgres (see `tables.Layout`), where they are known. `added` are columns that
     the source got since the last start: `prepare` adds them, with NULL for existing rows. `widened` are columns with a
-    new type that holds all values of the previous type: `prepare` makes the columns downstream wider.
+    new type that holds all values of the previous type: `prepare` makes the columns downstream wider. `key`: the
+    columns of the key of one table without shards, for a downstream that can have them as its key: then it gets neither
+    `_shard` nor the text of the key.
     """
 
     schema: pa.Schema
@@ -34,6 +36,13 @@ class Shape:
     types: Mapping[str, str] = field(default_factory=dict, compare=False)
     added: frozenset[str] = field(default=frozenset(), compare=False)
     widened: frozenset[str] = field(default=frozenset(), compare=False)
+    key: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def plain(self) -> pa.Schema:
+        """The columns of a table whose key is `key`, or of any table without one."""
+        left_out = {"_shard", self.id}.difference(self.key) if self.key else set()
+        return pa.schema([field for field in self.schema if field.name not in left_out])
 
     @property
     def keys(self) -> pa.Schema:

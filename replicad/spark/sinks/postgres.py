@@ -34,6 +34,7 @@ from replicad.spark.columns import COLUMNS, ColumnType
 from replicad.spark.database import PATIENCE, forget, literal, patiently, quote
 from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink
+from replicad.spark.tables import key_among, key_as_text
 from replicad.sqlstates import LOCKED, NOT_OF_A_ROW, means
 
 _TYPES = {
@@ -47,28 +48,28 @@ _CREATED = {  # what comes as text; a table that we create gets the type itself,
     "time without time zone", "time with time zone", *_TYPES.values(),
 }  # fmt: skip
 _LOCK_WAIT = 30  # seconds for which ALTER TABLE may wait, and others behind it
-_LOCKED_WAIT = 30  # seconds for which a task waits for a row that another transaction has locked
+LOCKED_WAIT = 30  # seconds for which a task waits for a row that another transaction has locked
 _IDLE_LOCKED = 30  # seconds of silence after which Postgres ends a task that holds locks: its node is paused or away
-_IDLE_LOADING = 600  # the same while it loads rows and holds none; a chunk takes seconds
+IDLE_LOADING = 600  # the same while it loads rows and holds none; a chunk takes seconds
 _PART = r'(?:"(?:[^"]|"")+"|[A-Za-z_][A-Za-z0-9_$]*)'
 _NAME = re.compile(rf"(?:({_PART})\.)?({_PART})")
 
 log = get_logger("replicad.spark")
 
-_BATCHES = """
+BATCHES = """
 CREATE TABLE IF NOT EXISTS {batches} (
   query text NOT NULL, target text NOT NULL, task integer NOT NULL, batch bigint NOT NULL, step integer NOT NULL,
   mark bigint NOT NULL, written bigint NOT NULL DEFAULT 0, deleted bigint NOT NULL DEFAULT 0,
   at timestamptz NOT NULL DEFAULT now(),
   PRIMARY KEY (query, target, task))"""
-_CLAIM = """
+CLAIM = """
 INSERT INTO {batches} AS b (query, target, task, batch, step, mark) VALUES ($1, $2, $3, $4, $5, $6)
 ON CONFLICT (query, target, task) DO UPDATE SET batch = excluded.batch, step = excluded.step, mark = excluded.mark,
   at = now()
 WHERE b.batch < excluded.batch OR (b.batch = excluded.batch AND b.step < excluded.step AND b.mark = excluded.mark)
 RETURNING true"""
-_LAST = "SELECT batch, step, mark FROM {batches} WHERE query = $1 AND target = $2 AND task = $3"
-_LASTS = """
+LAST = "SELECT batch, step, mark FROM {batches} WHERE query = $1 AND target = $2 AND task = $3"
+LASTS = """
 SELECT COALESCE(max(batch) FILTER (WHERE task = $3), -1), COALESCE(max(batch), -1)
 FROM {batches} WHERE query = $1 AND target = $2"""
 _HOLDERS = """
@@ -78,13 +79,15 @@ FROM pg_catalog.pg_locks l JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid
 WHERE l.relation = ANY (ARRAY[{batches}::pg_catalog.regclass::oid, {table}::pg_catalog.regclass::oid])
   AND l.granted AND l.mode ~ 'Exclusive' AND a.pid <> pg_catalog.pg_backend_pid() ORDER BY a.xact_start LIMIT 1"""
 _DRIVER = -1  # its number as a task
-_COUNT = "UPDATE {batches} SET written = $4, deleted = $5 WHERE query = $1 AND target = $2 AND task = $3 RETURNING 1"
+COUNT = "UPDATE {batches} SET written = $4, deleted = $5 WHERE query = $1 AND target = $2 AND task = $3 RETURNING 1"
 _UPSERT = """
-WITH done AS (INSERT INTO {table} AS t ({columns}) SELECT {casts} FROM pg_temp.{stage}
+WITH {before}done AS (INSERT INTO {table} AS t ({columns}) SELECT {casts} FROM pg_temp.{stage}{after}
 ON CONFLICT ({key}) DO UPDATE SET {assignments} RETURNING 1) SELECT count(*) FROM done"""
 _DELETE = (
     "WITH done AS (DELETE FROM {table} WHERE _shard = $1 AND {id} = ANY($2) RETURNING 1) SELECT count(*) FROM done"
 )
+_DELETE_PLAIN = "WITH done AS (DELETE FROM {table} WHERE {found} RETURNING 1) SELECT count(*) FROM done"
+_STALE_PLAIN = "SELECT {id} FROM {table} WHERE _seq < $1 ORDER BY {key} LIMIT $2"
 _MAY_ASK = "SELECT has_function_privilege('pg_catalog.pg_control_system()', 'EXECUTE')"
 _SERVER = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
 _TABLE = """
@@ -94,7 +97,7 @@ _STALE = "SELECT {id} FROM {table} WHERE _shard = $1 AND _seq < $2 ORDER BY {id}
 
 
 @dataclass(slots=True)
-class _Loaded:
+class LoadedRows:
     """The changes of a task: rows in the temporary table `stage`, and keys to delete, some tens of bytes each."""
 
     stage: str
@@ -134,21 +137,22 @@ class PostgresSink(Sink):
 
     def prepare(self, shape: Shape) -> None:
         """Create the schema, the table and the table of batches if they are missing."""
-        columns = ", ".join(f"{quote(field.name)} {_created_as(field, shape)}" for field in shape.schema)
+        columns = ", ".join(f"{quote(field.name)} {_created_as(field, shape)}" for field in shape.plain)
+        key = ", ".join(map(quote, _key_of(shape)))
         statements = [
             *([f"CREATE SCHEMA IF NOT EXISTS {self._schema}"] if self._schema else []),
-            f"CREATE TABLE IF NOT EXISTS {self.table} ({columns}, PRIMARY KEY (_shard, {quote(shape.id)}))",
-            _BATCHES.format(batches=self._batches),
+            f"CREATE TABLE IF NOT EXISTS {self.table} ({columns}, PRIMARY KEY ({key}))",
+            BATCHES.format(batches=self._batches),
         ]
 
         def work(driver: Any) -> dict[str, str]:
             with driver.cursor() as cursor:
                 for statement in statements:
                     cursor.execute(statement)
-                changes = _changes(shape, self._columns(cursor))
+                changes = _changes(shape, self.columns(cursor))
                 if changes:
                     self._alter(cursor, changes)
-                return self._columns(cursor)
+                return self.columns(cursor)
 
         self._casts(shape, patiently(self.url, work, patience=min(self.patience, 10)))
 
@@ -172,7 +176,7 @@ class PostgresSink(Sink):
 
         def work(driver: Any) -> None:
             with driver.cursor() as cursor:
-                _ask(cursor, "SELECT 1")
+                ask(cursor, "SELECT 1")
 
         patiently(self.url, work, patience=0)
         forget(self.url)
@@ -182,15 +186,15 @@ class PostgresSink(Sink):
 
         def work(driver: Any) -> str:
             with driver.cursor() as cursor:
-                [(asks,)] = _ask(cursor, _MAY_ASK)
-                server = _ask(cursor, _SERVER)[0][0] if asks else "server"
-                return f"{server}/{_ask(cursor, _TABLE.format(table=literal(self.table)))[0][0]}"
+                [(asks,)] = ask(cursor, _MAY_ASK)
+                server = ask(cursor, _SERVER)[0][0] if asks else "server"
+                return f"{server}/{ask(cursor, _TABLE.format(table=literal(self.table)))[0][0]}"
 
         return patiently(self.url, work, patience=min(self.patience, 10))
 
-    def _columns(self, cursor: Any) -> dict[str, str]:
-        """The types of the table's columns."""
-        return dict(_ask(cursor, COLUMNS.format(table=literal(self.table))))
+    def columns(self, cursor: Any) -> dict[str, str]:
+        """The types of the table's columns, by their names."""
+        return dict(ask(cursor, COLUMNS.format(table=literal(self.table))))
 
     def _casts(self, shape: Shape, there: Mapping[str, str]) -> str:
         """What an upsert selects: the rows' columns as the types of the table's columns.
@@ -198,14 +202,14 @@ class PostgresSink(Sink):
         Raises:
             UsageError: the table lacks columns, or some cannot hold the rows' values.
         """
-        missing = [name for name in shape.schema.names if name not in there]
+        missing = [name for name in shape.plain.names if name not in there]
         if missing:
             raise UsageError(
                 f"the downstream table {self.table} has no column {missing[0]!r}; add it, or use another table "
                 f"(its columns are {', '.join(there)})"
             )
         narrow = []
-        for field in shape.schema:
+        for field in shape.plain:
             wanted, type = _wanted(field, shape), there[field.name]
             if not ColumnType.parse(type).holds(ColumnType.parse(wanted)):
                 name = quote(field.name)
@@ -217,7 +221,7 @@ class PostgresSink(Sink):
                 f"{', '.join(change for _, change in narrow)}; or use another table. Then check the rows that were "
                 "written before"
             )
-        return ", ".join(f"{quote(name)}::{there[name]}" for name in shape.schema.names)
+        return ", ".join(f"{quote(name)}::{there[name]}" for name in shape.plain.names)
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
         """One transaction: load the rows, then set the batch's number, delete and write.
@@ -238,7 +242,7 @@ class PostgresSink(Sink):
             if not means(error.sqlstate, LOCKED):
                 raise
             raise DownstreamUnavailable(
-                f"the downstream table {self.table} has a locked row, for more than {_LOCKED_WAIT} s{self._holder()}"
+                f"the downstream table {self.table} has a locked row, for more than {LOCKED_WAIT} s{self._holder()}"
             ) from error
 
     def _holder(self) -> str:
@@ -246,7 +250,7 @@ class PostgresSink(Sink):
 
         def work(driver: Any) -> list[tuple[Any, ...]]:
             with driver.cursor() as cursor:
-                return _ask(cursor, _HOLDERS.format(batches=literal(self._batches), table=literal(self.table)))
+                return ask(cursor, _HOLDERS.format(batches=literal(self._batches), table=literal(self.table)))
 
         for pid, application, host, state, seconds in patiently(self.url, work, patience=1):
             return (
@@ -256,26 +260,26 @@ class PostgresSink(Sink):
         return ""
 
     def _apply(self, cursor: Any, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
-        cursor.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_LOADING}s'")
+        cursor.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_LOADING}s'")
         who = (batch.query, self.table, task)
-        last = _ask(cursor, _LAST.format(batches=self._batches), *who)
+        last = ask(cursor, LAST.format(batches=self._batches), *who)
         if batch.is_repeated(last[0] if last else None):
             return Applied(repeated=True)
-        loaded = self._load(cursor, shape, changes)
+        loaded = self.load(cursor, shape, changes)
         cursor.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_LOCKED}s'")
-        cursor.execute(f"SET LOCAL lock_timeout = '{_LOCKED_WAIT}s'")
+        cursor.execute(f"SET LOCAL lock_timeout = '{LOCKED_WAIT}s'")
         if not self._claim(cursor, batch, task):
             return Applied(repeated=True)
         applied = self._write(cursor, shape, loaded)
-        _ask(cursor, _COUNT.format(batches=self._batches), *who, applied.written, applied.deleted)
+        ask(cursor, COUNT.format(batches=self._batches), *who, applied.written, applied.deleted)
         return applied
 
     def _claim(self, cursor: Any, batch: BatchId, task: int) -> bool:
         """Set the task's row to the batch. False if it has it. Raises DownstreamError as `BatchId.is_repeated`."""
         who = (batch.query, self.table, task)
-        if _ask(cursor, _CLAIM.format(batches=self._batches), *who, batch.number, batch.step, batch.mark):
+        if ask(cursor, CLAIM.format(batches=self._batches), *who, batch.number, batch.step, batch.mark):
             return True
-        [last] = _ask(cursor, _LAST.format(batches=self._batches), *who)
+        [last] = ask(cursor, LAST.format(batches=self._batches), *who)
         return not batch.is_repeated(last)
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:  # noqa: ARG002
@@ -292,38 +296,39 @@ class PostgresSink(Sink):
 
         def work(driver: Any) -> LastBatch:
             with driver.cursor() as cursor:
-                [(whole, newest)] = _ask(cursor, _LASTS.format(batches=self._batches), query, self.table, _DRIVER)
+                [(whole, newest)] = ask(cursor, LASTS.format(batches=self._batches), query, self.table, _DRIVER)
                 return LastBatch(whole, newest)
 
         return patiently(self.url, work, patience=self.patience)
 
-    def _load(self, cursor: Any, shape: Shape, changes: Iterable[EnrichedRows]) -> _Loaded:
-        """Load the rows into a temporary table of the transaction."""
-        typed = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)
-        loaded = _Loaded(f"replicad_stage_{zlib.crc32(f'{self.table} {typed}'.encode()):08x}", 0, [])
-        cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {loaded.stage} ({typed}) ON COMMIT DELETE ROWS")
+    def load(
+        self, cursor: Any, shape: Shape, changes: Iterable[EnrichedRows], made: set[str] | None = None
+    ) -> LoadedRows:
+        """Load the rows into a temporary table of the transaction. `made`: such tables that the session has."""
+        typed = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.plain)
+        loaded = LoadedRows(f"replicad_stage_{zlib.crc32(f'{self.table} {typed}'.encode()):08x}", 0, [])
+        if made is None or loaded.stage not in made:
+            cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {loaded.stage} ({typed}) ON COMMIT DELETE ROWS")
+            if made is not None:
+                made.add(loaded.stage)
         for change in changes:
             if change.writes.num_rows:
                 loaded.rows += change.writes.num_rows
-                cursor.adbc_ingest(loaded.stage, change.writes, mode="append", temporary=True)
+                cursor.adbc_ingest(loaded.stage, change.writes.select(shape.plain.names), mode="append", temporary=True)
             loaded.deletes.append(change.deletes)
         return loaded
 
-    def _write(self, cursor: Any, shape: Shape, loaded: _Loaded) -> Applied:
-        try:
-            casts = self._casts(shape, self._columns(cursor))
-        except UsageError as error:  # the table was altered since the pipeline began
-            raise DatabaseError(str(error)) from None
-        deleted = sum(self._delete(cursor, shape, deletes) for deletes in loaded.deletes)
-        written = _ask(cursor, self._upsert(shape, loaded.stage, casts))[0][0] if loaded.rows else 0
-        return Applied(written, deleted)
+    def _write(self, cursor: Any, shape: Shape, loaded: LoadedRows) -> Applied:
+        there = self.columns(cursor)
+        deleted = sum(self.delete(cursor, shape, deletes, there) for deletes in loaded.deletes)
+        return Applied(self.upsert(cursor, shape, loaded, there), deleted)
 
     def try_out(self, shape: Shape, changes: EnrichedRows) -> None:
         """In a transaction that is rolled back."""
 
         def work(driver: Any) -> None:
             with driver.cursor() as cursor:
-                self._write(cursor, shape, self._load(cursor, shape, [changes]))
+                self._write(cursor, shape, self.load(cursor, shape, [changes]))
                 cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")  # a commit would check them
             driver.rollback()
 
@@ -335,41 +340,75 @@ class PostgresSink(Sink):
             kind = RowRefused if of_a_row else DownstreamUnavailable if away else DownstreamError
             raise kind(f"the downstream table {self.table} refuses it: {error}") from error
 
-    def _upsert(self, shape: Shape, stage: str, casts: str) -> str:
-        key = ("_shard", shape.id)
-        changing = [quote(name) for name in shape.schema.names if name not in key]
-        return _UPSERT.format(
+    def upsert(self, cursor: Any, shape: Shape, loaded: LoadedRows, there: Mapping[str, str], before: str = "") -> int:
+        """Write the rows of the stage; returns how many. `before`: a statement that runs first in the same one."""
+        if not loaded.rows:
+            return 0
+        try:
+            casts = self._casts(shape, there)
+        except UsageError as error:  # the table was altered since the pipeline began
+            raise DatabaseError(str(error)) from None
+        key = _key_of(shape)
+        changing = [quote(name) for name in shape.plain.names if name not in key]
+        sql = _UPSERT.format(
             table=self.table,
-            stage=stage,
-            columns=", ".join(map(quote, shape.schema.names)),
+            stage=loaded.stage,
+            columns=", ".join(map(quote, shape.plain.names)),
             casts=casts,
             key=", ".join(map(quote, key)),
             assignments=", ".join(f"{name} = excluded.{name}" for name in changing),
+            before=before,
+            after=", (SELECT count(*) FROM gone) gone" if before else "",
         )
+        return int(ask(cursor, sql)[0][0])
 
-    def _delete(self, cursor: Any, shape: Shape, deletes: pa.Table) -> int:
+    def delete(self, cursor: Any, shape: Shape, deletes: pa.Table, there: Mapping[str, str]) -> int:
+        if not deletes.num_rows:
+            return 0
+        if shape.key:
+            ids = deletes.column(shape.id).combine_chunks()
+            sql = _DELETE_PLAIN.format(table=self.table, found=key_found(shape, there))
+            return int(ask(cursor, sql, pa.scalar(ids, pa.list_(ids.type)))[0][0])
         sql = _DELETE.format(table=self.table, id=quote(shape.id))
         deleted = 0
         for shard in pc.unique(deletes.column("_shard")).to_pylist():
             ids = deletes.filter(pc.equal(deletes.column("_shard"), shard)).column(shape.id).combine_chunks()
-            deleted += _ask(cursor, sql, pa.scalar(shard, pa.int32()), pa.scalar(ids, pa.list_(ids.type)))[0][0]
+            deleted += ask(cursor, sql, pa.scalar(shard, pa.int32()), pa.scalar(ids, pa.list_(ids.type)))[0][0]
         return deleted
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
         """Ids of the shard with a `_seq` below `before`."""
         sql = _STALE.format(table=self.table, id=quote(shape.id))
+        plain = _STALE_PLAIN.format(table=self.table, id=key_text(shape), key=", ".join(map(quote, shape.key)))
 
         def work(driver: Any) -> list[tuple[Any]]:
             with driver.cursor() as cursor:
-                return _ask(cursor, sql, pa.scalar(shard, pa.int32()), before, limit)
+                if shape.key:
+                    return ask(cursor, plain, before, limit)
+                return ask(cursor, sql, pa.scalar(shard, pa.int32()), before, limit)
 
         return pa.array([row[0] for row in patiently(self.url, work, patience=self.patience)], shape.ids)
+
+
+def _key_of(shape: Shape) -> tuple[str, ...]:
+    """The columns of the table's key."""
+    return shape.key or ("_shard", shape.id)
+
+
+def key_text(shape: Shape) -> str:
+    """SQL on a row of a table with `Shape.key` for the id that it has in the tube."""
+    return quote(shape.id) if shape.id in shape.key else key_as_text(shape.key)
+
+
+def key_found(shape: Shape, types: Mapping[str, str]) -> str:
+    """SQL on a row of a table with `Shape.key`, whose columns have these types: its id is in the array `$1`."""
+    return f"{quote(shape.id)} = ANY($1)" if shape.id in shape.key else key_among(shape.key, types)
 
 
 def _changes(shape: Shape, there: Mapping[str, str]) -> list[str]:
     """The changes of a table that new or wider columns of the source need."""
     found = []
-    for field in shape.schema:
+    for field in shape.plain:
         name, made = quote(field.name), _created_as(field, shape)
         if field.name not in there:
             found += [f"ADD COLUMN {name} {made}"] if field.name in shape.added else []
@@ -390,6 +429,8 @@ def _created_as(field: pa.Field, shape: Shape) -> str:
     known = ColumnType.parse(shape.types.get(field.name, ""))
     if known.name in _CREATED and (pa.types.is_string(field.type) or pa.types.is_decimal(field.type)):
         return known.name + ("[]" if known.is_list else "")
+    if field.name in shape.key and known.name in ("smallint", "integer"):
+        return known.name
     return _type_of(field)
 
 
@@ -407,7 +448,7 @@ def _type_of(field: pa.Field) -> str:
     return found + ("[]" if pa.types.is_list(field.type) else "")
 
 
-def _ask(cursor: Any, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+def ask(cursor: Any, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
     """Run one statement with parameters (plain values or Arrow scalars) and fetch what it returns."""
     values = [value if isinstance(value, pa.Scalar) else pa.scalar(value) for value in parameters]
     if values:

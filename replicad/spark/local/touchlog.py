@@ -1,0 +1,127 @@
+"""The pods that were read of a tube and that some downstream does not have yet. Each downstream has its own place.
+
+The reader adds chunks in the order of the tube. Each downstream takes all chunks from its place on as one batch, at its
+own pace. A chunk that every downstream has is acked and forgotten. The log is bounded: a reader that is ahead of the
+slowest downstream by `MOST_IDS` waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from replicad.protocol.tokens import Cursor
+from replicad.spark.touches import Control, collect
+
+MOST_IDS = 1_000_000  # in the log: some 60 MB of numbers, or 100 MB of texts
+BATCH_IDS = 200_000  # in one batch downstream, about
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The pods of one answer. `touches` has each id once per shard, `end` is the cursor behind the last pod."""
+
+    number: int
+    pods: tuple[pa.RecordBatch, ...]
+    touches: pa.Table
+    controls: tuple[Control, ...]
+    end: Cursor
+    count: int
+    ids: int
+    oldest: float | None
+
+    @classmethod
+    def of(cls, number: int, batches: Iterable[pa.RecordBatch], end: Cursor) -> Chunk:
+        """From the batches of an answer."""
+        held = tuple(batches)
+        found = collect(held)
+        controls = tuple(sorted(found.controls, key=lambda control: control.seq))
+        return cls(number, held, found.table, controls, end, found.pods, found.ids, found.oldest)
+
+
+@dataclass(slots=True)
+class TouchLog:
+    """The log, for one reader and a thread for each name in `places`, which has the number of the next chunk."""
+
+    places: dict[str, int] = field(default_factory=dict)
+    ended: bool = False  # nothing is added any more
+    _chunks: deque[Chunk] = field(default_factory=deque)
+    _ids: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def ids(self) -> int:
+        """The ids in the log."""
+        return self._ids
+
+    def add(self, chunk: Chunk) -> None:
+        """Add the next chunk."""
+        with self._changed:
+            self._chunks.append(chunk)
+            self._ids += chunk.ids
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing is added any more: `take` returns nothing when a downstream has all."""
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def take(self, name: str, timeout: float) -> list[Chunk]:
+        """The chunks from the place of a downstream on, about BATCH_IDS ids; waits for the first one."""
+        with self._changed:
+            if not self._ahead(name):
+                self._changed.wait(timeout)
+            taken: list[Chunk] = []
+            ids = 0
+            for chunk in self._ahead(name):
+                if taken and ids + chunk.ids > BATCH_IDS:
+                    break
+                taken.append(chunk)
+                ids += chunk.ids
+            return taken
+
+    def behind(self, name: str) -> int:
+        """How many ids a downstream does not have yet."""
+        with self._changed:
+            return sum(chunk.ids for chunk in self._ahead(name))
+
+    def _ahead(self, name: str) -> list[Chunk]:
+        place = self.places[name]
+        return [chunk for chunk in self._chunks if chunk.number >= place]
+
+    def done(self, name: str, number: int) -> None:
+        """A downstream has all chunks up to this number."""
+        with self._changed:
+            self.places[name] = max(self.places[name], number + 1)  # the main thread may have put it further
+            self._changed.notify_all()
+
+    def take_finished(self) -> Chunk | None:
+        """Forget the chunks that every downstream has; returns the last of them."""
+        with self._changed:
+            last = None
+            lowest = min(self.places.values())
+            while self._chunks and self._chunks[0].number < lowest:
+                last = self._chunks.popleft()
+                self._ids -= last.ids
+            return last
+
+    def wait(self, timeout: float) -> None:
+        """Until something has changed."""
+        with self._changed:
+            self._changed.wait(timeout)
+
+    def stir(self) -> None:
+        """Let all who wait look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every downstream has everything."""
+        with self._changed:
+            return not self._chunks

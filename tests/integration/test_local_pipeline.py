@@ -1,0 +1,247 @@
+"""Pipelines with `engine = "local"`: many tables of a database into Postgres and into files, in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.errors import UsageError
+from replicad.postgres.bridge import Database
+from replicad.spark.local.config import LocalConfig
+from replicad.spark.local.engine import run_local
+from replicad.spark.local.file import load_local
+from replicad.spark.local.tables import attach_new
+from replicad.spark.reports import PipelineResult
+from replicad.spark.sinks import parquet
+from tests.conftest import PATIENCE, psql
+from tests.daemons import Daemon
+
+SHOP = """
+CREATE TABLE customer (id integer PRIMARY KEY, name text NOT NULL, at timestamptz, paid numeric(10, 2));
+CREATE TABLE "Film" (film_id uuid PRIMARY KEY, title text, tags text[]);
+CREATE TABLE film_actor (actor integer, film uuid, note text, PRIMARY KEY (actor, film));
+INSERT INTO customer SELECT n, 'c' || n, 'infinity', n / 4.0 FROM generate_series(1, 300) n;
+INSERT INTO "Film" SELECT md5(n::text)::uuid, 'f' || n, ARRAY['a', NULL, 'b'] FROM generate_series(1, 50) n;
+INSERT INTO film_actor SELECT n % 7, md5(n::text)::uuid, 'x' FROM generate_series(1, 50) n;
+"""
+CONTENT = """
+SELECT 'customer', id::text, md5(row(name, at, paid)::text) FROM customer
+UNION ALL SELECT 'film', film_id::text, md5(row(title, tags)::text) FROM "Film"
+UNION ALL SELECT 'actor', actor || ' ' || film, note FROM film_actor ORDER BY 1, 2"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shop:
+    """A source, a downstream of its own database on the same server, and the configuration of a pipeline."""
+
+    source: str
+    target: str
+    config: LocalConfig
+
+    def content(self, url: str) -> str:
+        return psql(url, CONTENT)
+
+    def run(self, **changes: Any) -> PipelineResult:
+        return run_local(replace(self.config, **changes))
+
+    def is_equal(self) -> bool:
+        there = "SELECT to_regclass('customer'), to_regclass('\"Film\"'), to_regclass('film_actor')"
+        return len(psql(self.target, there)) > 20 and self.content(self.source) == self.content(self.target)
+
+
+FILE = """
+[source]
+tube = "shop"
+port = {port}
+[tables]
+database = "{source}"
+include = ["public.*"]
+exclude = ["public.replicad*"]
+out_of_range = "null"
+[downstream.copy]
+kind = "postgres"
+url = "{target}"
+{more}
+[run]
+engine = "local"
+checkpoint = "checkpoint"
+{run}
+"""
+
+
+@pytest.fixture
+def target_url(database_url: str) -> Iterator[str]:
+    """A database beside that of the test."""
+    name = database_url.partition("?")[0].rpartition("/")[2]
+    psql(database_url, f'CREATE DATABASE "{name}_copy" TEMPLATE template0')
+    yield database_url.replace(f"/{name}", f"/{name}_copy", 1)
+    psql(database_url, f'DROP DATABASE "{name}_copy" WITH (FORCE)')
+
+
+@pytest.fixture
+def shop(database: Database, database_url: str, target_url: str, daemon: Daemon, tmp_path: Path) -> Shop:
+    """Three tables, attached and scheduled for a backfill."""
+    psql(database_url, SHOP)
+    return shop_of(database_url, target_url, daemon, tmp_path)
+
+
+def shop_of(source: str, target: str, daemon: Daemon, folder: Path, more: str = "", run: str = "") -> Shop:
+    file = folder / "shop.toml"
+    file.write_text(FILE.format(port=daemon.addresses[0].port, source=source, target=target, more=more, run=run))
+    config = load_local(file)
+    attach_new(config, create=True)
+    return Shop(source, target, config)
+
+
+@asynccontextmanager
+async def running(config: LocalConfig) -> AsyncIterator[None]:
+    """The pipeline runs during the block."""
+    ended = threading.Event()
+    live = replace(config, trigger=0.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(trio.to_thread.run_sync, partial(run_local, live, ended.is_set)))
+        try:
+            yield
+        finally:
+            ended.set()
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    with trio.fail_after(PATIENCE):
+        while not await trio.to_thread.run_sync(holds):
+            await trio.sleep(0.1)
+
+
+async def test_all_tables_of_a_database_come_with_their_keys_and_types(shop: Shop) -> None:
+    await eventually_backfilled(shop)
+    assert psql(shop.target, "SELECT data_type FROM information_schema.columns WHERE column_name = 'film_id'") == "uuid"
+    async with running(shop.config):
+        psql(
+            shop.source,
+            "UPDATE customer SET paid = paid + 1 WHERE id < 20; DELETE FROM customer WHERE id > 290",
+            "DELETE FROM film_actor WHERE actor = 3; UPDATE film_actor SET actor = 100 + actor WHERE actor = 1",
+        )
+        await eventually(shop.is_equal)
+
+
+async def eventually_backfilled(shop: Shop) -> None:
+    async with running(shop.config):
+        await eventually(shop.is_equal)
+
+
+async def test_a_downstream_that_was_put_back_is_noticed(shop: Shop) -> None:
+    await eventually_backfilled(shop)
+    psql(shop.target, "CREATE TABLE saved AS SELECT * FROM replicad_pipeline.replicad_batches")
+    psql(shop.source, "UPDATE customer SET name = 'later' WHERE id < 10")
+    await eventually_backfilled(shop)
+    psql(
+        shop.target,
+        "UPDATE replicad_pipeline.replicad_batches b SET batch = s.batch FROM saved s WHERE s.query = b.query",
+        "UPDATE customer SET name = 'older' WHERE id < 10",
+        "DROP TABLE saved",
+    )
+    with pytest.raises(UsageError, match="put back from an older copy"):
+        await trio.to_thread.run_sync(shop.run)
+    async with running(replace(shop.config, rebuild=True)):
+        await eventually(shop.is_equal)
+
+
+async def test_a_refused_row_is_parked_and_the_others_are_written(shop: Shop) -> None:
+    await eventually_backfilled(shop)
+    psql(shop.target, "ALTER TABLE customer ADD CHECK (name <> 'bad')")
+    psql(shop.source, "UPDATE customer SET name = 'good' WHERE id = 1; UPDATE customer SET name = 'bad' WHERE id = 2")
+    async with running(replace(shop.config, tries=2)):
+        await eventually(lambda: psql(shop.source, "SELECT count(*) FROM tube.tube_parked") == "1")
+        await eventually(lambda: psql(shop.target, "SELECT name FROM customer WHERE id = 1") == "good")
+    assert psql(shop.source, "SELECT keys, error FROM tube.tube_parked").startswith("{2}|")
+
+
+async def test_two_downstreams_share_a_touch_and_one_that_fails_holds_nothing(
+    database: Database, database_url: str, target_url: str, daemon: Daemon, tmp_path: Path
+) -> None:
+    psql(database_url, SHOP)
+    more = f'[downstream.lake]\nkind = "parquet"\nfolder = "{tmp_path}/lake/{{schema}}.{{table}}"'
+    shop = shop_of(database_url, target_url, daemon, tmp_path, more)
+    config = replace(shop.config, backlog_after=0.2)
+    async with running(config):
+        await eventually(shop.is_equal)
+        psql(target_url, "ALTER TABLE customer RENAME TO away")
+        psql(database_url, "UPDATE customer SET name = 'new' WHERE id <= 5; DELETE FROM customer WHERE id = 6")
+
+        def lake() -> set[str]:
+            rows = parquet.table(tmp_path / "lake" / "public.customer").to_pylist()
+            return {row["id"] for row in rows if row["name"] == "new"} - {row["id"] for row in rows if row["id"] == 6}
+
+        await eventually(lambda: lake() == {1, 2, 3, 4, 5})
+        await eventually(lambda: psql(database_url, "SELECT to_regclass('tube.shop_copy')") != "")
+        await eventually(lambda: psql(database_url, "SELECT sum(cardinality(ids)) >= 6 FROM tube.shop_copy") == "t")
+        await eventually(lambda: psql(database_url, "SELECT count(*) FROM tube.shop WHERE ids <> '{}'") == "0")
+        psql(target_url, "ALTER TABLE away RENAME TO customer")
+        await eventually(shop.is_equal)
+        await eventually(lambda: psql(database_url, "SELECT count(*) FROM tube.shop_copy") == "0")
+
+
+FAMILY = """
+CREATE TABLE parent (id integer PRIMARY KEY, code text UNIQUE, tag text NOT NULL UNIQUE);
+CREATE TABLE child (id integer PRIMARY KEY, parent integer NOT NULL {references});
+"""
+
+
+@pytest.fixture
+def family(database: Database, database_url: str, target_url: str, daemon: Daemon, tmp_path: Path) -> Shop:
+    """Parents and children; downstream their foreign key is not deferrable, and has constraints of its own."""
+    psql(database_url, FAMILY.format(references="REFERENCES parent"))
+    psql(target_url, FAMILY.format(references="REFERENCES parent"))
+    psql(target_url, "ALTER TABLE parent ADD _seq bigint; ALTER TABLE child ADD _seq bigint")
+    psql(
+        database_url,
+        "INSERT INTO parent SELECT n, 'c' || n, 't' || n FROM generate_series(1, 100) n",
+        "INSERT INTO child SELECT n, n FROM generate_series(1, 100) n",
+    )
+    return shop_of(database_url, target_url, daemon, tmp_path)
+
+
+def relatives(url: str) -> str:
+    return psql(url, "SELECT id, code, tag FROM parent ORDER BY 1", "SELECT id, parent FROM child ORDER BY 1")
+
+
+async def test_foreign_keys_and_unique_values_downstream_hold_no_row_back(family: Shop) -> None:
+    def equal() -> bool:
+        return relatives(family.source) == relatives(family.target)
+
+    async with running(family.config):
+        await eventually(equal)
+        psql(
+            family.source,
+            "INSERT INTO parent VALUES (200, 'new', 'new'); INSERT INTO child VALUES (200, 200)",
+            "BEGIN; DELETE FROM child WHERE parent = 7; DELETE FROM parent WHERE id = 7; COMMIT",
+            "BEGIN; UPDATE parent SET code = NULL WHERE id = 1; UPDATE parent SET code = 'c1' WHERE id = 2;"
+            "UPDATE parent SET code = 'c2' WHERE id = 1; COMMIT",
+            "BEGIN; UPDATE parent SET tag = '-' WHERE id = 1; UPDATE parent SET tag = 't1' WHERE id = 2;"
+            "UPDATE parent SET tag = 't2' WHERE id = 1; COMMIT",
+        )
+        await eventually(equal)
+    assert psql(family.source, "SELECT count(*) FROM tube.tube_parked") == "0"
+
+
+async def test_a_child_without_its_parent_waits_and_comes_with_it(family: Shop) -> None:
+    async with running(family.config):
+        await eventually(lambda: relatives(family.source) == relatives(family.target))
+    psql(family.source, "ALTER TABLE child DROP CONSTRAINT child_parent_fkey", "INSERT INTO child VALUES (300, 300)")
+    psql(family.source, "INSERT INTO child VALUES (301, 1)")
+    async with running(family.config):
+        await eventually(lambda: psql(family.target, "SELECT count(*) FROM child WHERE id = 301") == "1")
+        waiting = "SELECT tbl, key, waits_for FROM replicad_pipeline.replicad_waiting"
+        assert psql(family.target, waiting) == "public.child|300|public.parent"
+        psql(family.source, "INSERT INTO parent VALUES (300, 'late', 'late')")
+        await eventually(lambda: relatives(family.source) == relatives(family.target))
+        assert psql(family.target, waiting) == ""
+    assert psql(family.source, "SELECT count(*) FROM tube.tube_parked") == "0"

@@ -43,6 +43,7 @@ FEATURES = (
     Listed(commands={"pipeline": "replicad.spark.cli"}),
     Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),
     Listed(commands={"status": "replicad.operations.top:status", "clients": "replicad.operations.clients"}),
+    Listed(commands={"conform": "replicad.conform.cli"}),
     Listed(commands={"doctor": "replicad.operations.doctor.cli", "psql": "replicad.operations.psql"}),
 )
 

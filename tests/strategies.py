@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from replicad.protocol.command import Command
 from replicad.protocol.fields import Argument
 from replicad.protocol.tokens import Cursor
-from replicad.tubes.commands import Ack, Claim, Part, Pods
+from replicad.tubes.commands import Ack, Claim, Part, Pods, Seen
+from replicad.tubes.keys import KINDS as KEY_KINDS
 
 BIG = (1 << 63) - 1
 
@@ -39,6 +40,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "seconds": times,
     "flag": st.just(True),
     "choice": st.booleans(),
+    "one_of": st.sampled_from(KEY_KINDS),  # of TUBE; those of PODS are in SPECIAL
     "integers": st.lists(bigints, min_size=1, max_size=5).map(tuple),
     "keys_or_all": (st.lists(bigints, max_size=5) | st.lists(texts, max_size=5)).map(tuple),
     "part": parts,
@@ -93,6 +95,10 @@ SPECIAL: dict[type[Command], st.SearchStrategy[Command]] = {
     | st.builds(Pods, words, parts, bigints, encoding=st.just("arrow"), payload=st.booleans()),
     Claim: st.builds(Claim, words, parts, ttl=st.none() | times, wait=st.none() | times, holder=st.none() | words)
     | st.builds(Claim, words, parts, wait=times.filter(bool), holder=st.none() | words, ready=st.booleans()),
+    Seen: st.builds(
+        Seen, words, words, bigints, state=st.none() | st.sampled_from(["same", "unknown", "healed"]),
+        shared=st.none() | bigints, since=st.none() | bigints, mended=st.none() | bigints,
+    ),
     Ack: st.builds(Ack, words, parts, bigints, seqs=KINDS["integers"])
     | st.builds(Ack, words, parts, bigints, upto=cursors, after=cursors),
 }  # fmt: skip

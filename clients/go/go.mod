@@ -1,0 +1,3 @@
+module replicad
+
+go 1.19

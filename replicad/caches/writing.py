@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from replicad.caches.keys import Entry, listed
 from replicad.errors import UsageError
-from replicad.postgres.dbapi import DbApi, commits_by_itself, fetch_in_transaction, run
-from replicad.postgres.literals import quote_ident
+from replicad.postgres.literals import DbApi, commits_by_itself, fetch_in_transaction, quote_ident, run
 
 SCHEMA: Final = "replicad"
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from replicad.eventlog import get_logger
-from replicad.postgres.dbapi import DbApi, close_quietly, roll_back_quietly, run, sqlstate_of
+from replicad.postgres.literals import DbApi, close_quietly, roll_back_quietly, run, sqlstate_of
 from replicad.sharding.holdings import Holdings, KeyOwner, ShardedWriterStatistics, Slot
 from replicad.sharding.keeper import LEAVE, TTL, Ask, MembershipKeeper
 from replicad.sqlstates import NOT_OWNER, means

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from replicad.exports import exported
 
 if TYPE_CHECKING:
-    from replicad.streams.writing.blocking_writer import BlockingWriter
-    from replicad.streams.writing.writer import Positions, Writer, next_id, next_ids, open_writer
+    from replicad.streams.blocking_writer import BlockingWriter
+    from replicad.streams.writer import Positions, Writer, next_id, next_ids, open_writer
 
 __all__ = ["BlockingWriter", "Positions", "Writer", "next_id", "next_ids", "open_writer"]
 
@@ -20,7 +20,7 @@ __all__ = ["BlockingWriter", "Positions", "Writer", "next_id", "next_ids", "open
 __getattr__ = exported(
     __name__,
     {
-        "BlockingWriter": "writing.blocking_writer",
-        **dict.fromkeys(("Positions", "Writer", "next_id", "next_ids", "open_writer"), "writing.writer"),
+        "BlockingWriter": "blocking_writer",
+        **dict.fromkeys(("Positions", "Writer", "next_id", "next_ids", "open_writer"), "writer"),
     },
 )

@@ -12,7 +12,7 @@ from adbc_driver_postgresql import dbapi
 from replicad.errors import DatabaseRefused, StreamRefused
 from replicad.postgres.bridge import open_database
 from replicad.sharding.blocking_writer import BlockingShardedWriter
-from replicad.streams.writing.blocking_writer import BlockingWriter, next_id
+from replicad.streams.blocking_writer import BlockingWriter, next_id
 from tests.conftest import PATIENCE, install, psql
 from tests.poolers import PROGRAM, WHY_NOT, pgbouncer
 

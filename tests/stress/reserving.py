@@ -18,7 +18,7 @@ import trio
 
 from replicad.errors import DatabaseError, DatabaseUnavailable, StreamRefused
 from replicad.postgres.bridge import Connection, Database, open_database
-from replicad.streams.writing.writer import Writer, open_writer
+from replicad.streams.writer import Writer, open_writer
 
 NAMES = ("A", "B", "C")  # writers that the horizon knows
 KILLS_PER_SECOND = 4

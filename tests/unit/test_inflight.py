@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replicad.streams.writing.inflight import Handover, InFlight, Reservation
+from replicad.streams.inflight import Handover, InFlight, Reservation
 from tests.lengths import examples
 
 

@@ -131,7 +131,18 @@ def test_the_command_line_keeps_the_events_and_fields_of_libraries(output: io.St
     assert "hunter2" not in output.getvalue()
 
 
-LIBRARIES = ("client", "streams.writing", "sharding", "caches", "presence.reporter", "spark", "postgres", "eventlog")
+LIBRARIES = (
+    "client",
+    "streams.writer",
+    "streams.blocking_writer",
+    "streams.inflight",
+    "sharding",
+    "caches",
+    "presence.reporter",
+    "spark",
+    "postgres",
+    "eventlog",
+)
 
 
 def test_no_library_logs_or_prints_by_other_means() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.streams.registry import horizon_source
-from replicad.streams.writing.writer import open_writer
+from replicad.streams.writer import open_writer
 
 from .conftest import Facts
 

@@ -10,7 +10,7 @@ import trio
 
 from replicad.errors import StreamRefused
 from replicad.postgres.bridge import Connection, load_sql
-from replicad.streams.writing.writer import open_writer
+from replicad.streams.writer import open_writer
 from tests.conftest import PATIENCE
 
 from .conftest import Facts, until

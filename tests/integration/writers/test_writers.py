@@ -16,10 +16,10 @@ from adbc_driver_postgresql import dbapi
 
 from replicad.errors import StreamRefused, UnknownStream
 from replicad.positions.horizon import HolderKind
+from replicad.streams import blocking_writer as blocking
+from replicad.streams import writer as writers
 from replicad.streams.registry import Registry
-from replicad.streams.writing import blocking_writer as blocking
-from replicad.streams.writing import writer as writers
-from replicad.streams.writing.writer import open_writer
+from replicad.streams.writer import open_writer
 
 from .conftest import KILL_ONE, Facts, until
 

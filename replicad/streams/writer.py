@@ -24,11 +24,11 @@ import trio
 
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.bridge import Connection, Database
-from replicad.postgres.dbapi import fetch_in_transaction
+from replicad.postgres.literals import fetch_in_transaction
 from replicad.postgres.statements import call_rows, call_value, value_call
+from replicad.streams.inflight import InFlight, Reservation
 from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.row_text import MASTER, wire_instance
-from replicad.streams.writing.inflight import InFlight, Reservation
 
 MAX_IN_FLIGHT: Final = 1000  # reservations of one writer at once; more would mean that blocks do not end
 RESERVED: Final = "number, bound, ids::text AS ids"  # of stream_reserve; drivers return arrays in different types

@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from replicad.errors import StreamRefused
-from replicad.postgres.dbapi import DbApi, close_quietly, commits_by_itself, run, told_pid
+from replicad.postgres.literals import DbApi, close_quietly, commits_by_itself, run, told_pid
 from replicad.postgres.statements import rows_call, value_call
+from replicad.streams.inflight import InFlight, Reservation
 from replicad.streams.queries import SCHEMA
 from replicad.streams.row_text import MASTER, wire_instance
-from replicad.streams.writing.inflight import InFlight, Reservation
-from replicad.streams.writing.writer import MAX_IN_FLIGHT, RESERVED, Positions, parse_ids, session_name
+from replicad.streams.writer import MAX_IN_FLIGHT, RESERVED, Positions, parse_ids, session_name
 
 _PID: Final = "pg_catalog.pg_backend_pid()"
 # The session's own: it may be idle for long while it holds its locks, and it must hold them.

@@ -87,7 +87,8 @@ class Backfiller:
         self._retries: dict[tuple[str, str], Backoff] = {}  # tube, table: failed backfills
         self._last: dict[str, int] = {}  # tube: when it last started a backfill, counted in starts
         self._starts = 0
-        self._others_wait = False  # whether the last `run` found jobs that it could not start
+        self._found: list[tuple[BackfillJob, TubeInfo]] = []  # by the last look, and not started since
+        self._others_wait = False  # whether some of these cannot start
 
     async def run(self, tubes: Sequence[TubeInfo], nursery: trio.Nursery) -> None:
         """Start in `nursery` the backfills that can start now. The tube with the fewest running ones comes first, among
@@ -103,15 +104,21 @@ class Backfiller:
                     found += [(job, tube) for job in await self._jobs_or_none(connection, tube)]
         names = {tube.name for tube in tubes}
         self._last = {name: number for name, number in self._last.items() if name in names}
-        while able := [(job, tube) for job, tube in found if self._may_start(job, tube)]:
+        self._found = found
+        self._start(nursery)
+
+    def _start(self, nursery: trio.Nursery) -> None:
+        """Start the backfills that can start, of those that the last look has found."""
+        while able := [(job, tube) for job, tube in self._found if self._may_start(job, tube)]:
             if len(self._running) >= MAX_RUNNING:
                 break
             job, tube = min(able, key=lambda pair: self._turn(pair[0].tube))
             key = (job.tube, job.shard % tube.partitions)
+            self._found.remove((job, tube))
             self._running.add(key)
             self._starts += 1
             self._last[job.tube] = self._starts
-            nursery.start_soon(self._do, job, key, tube.partitions)
+            nursery.start_soon(self._do, job, key, tube.partitions, nursery)
         self._others_wait = bool(able)
 
     def _may_start(self, job: BackfillJob, tube: TubeInfo) -> bool:
@@ -160,7 +167,8 @@ class Backfiller:
             ),
         ]
 
-    async def _do(self, job: BackfillJob, key: tuple[str, int], partitions: int) -> None:
+    async def _do(self, job: BackfillJob, key: tuple[str, int], partitions: int, nursery: trio.Nursery) -> None:
+        """Run a backfill; the next one starts at its end, since small tables take less than the time between looks."""
         pause = self._pace.turn
         try:
             async with self._locked(key) as connection:
@@ -179,6 +187,7 @@ class Backfiller:
             if pause:
                 self._resting[job.tube, job.table] = trio.current_time() + pause
             self._running.discard(key)
+        self._start(nursery)
 
     def _end_trouble(self, job: BackfillJob) -> None:
         self._retries.pop((job.tube, job.table), None)

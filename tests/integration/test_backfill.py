@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from replicad.postgres.bridge import Database
-from replicad.tubes.backfill import BackfillIntervals
+from replicad.tubes.backfill import Backfiller, BackfillIntervals
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
@@ -188,3 +188,35 @@ async def test_a_backfill_whose_table_was_dropped_names_the_command_that_cancels
             return not await refused()
 
         await until(over)
+
+
+async def test_one_look_runs_all_backfills_that_are_scheduled_one_after_another(
+    items: Database, start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small tables take less time than passes between two looks. Here no second look comes."""
+    tables = 20
+    await items.execute(
+        "".join(
+            f"CREATE TABLE items_{shard} (id bigint PRIMARY KEY); INSERT INTO items_{shard} VALUES ({shard});"
+            f"SELECT tube.tube_table_ensure_attached('items', 'items_{shard}', {shard});"
+            for shard in range(1, tables + 1)
+        )
+    )
+    await items.execute(f"SELECT tube.tube_backfill_schedule('items', 'id', 1, {tables})")
+    looks = 0
+    find = Backfiller.run
+
+    async def look_once(backfiller: Backfiller, *args: Any) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            await find(backfiller, *args)
+
+    monkeypatch.setattr(Backfiller, "run", look_once)
+
+    async def all_done() -> bool:
+        ended = "SELECT count(*) FROM tube.items WHERE payload ->> 'type' = 'backfill_end'"
+        return bool(await items.fetch_value(ended) == tables)
+
+    async with start_daemon():
+        await until(all_done)

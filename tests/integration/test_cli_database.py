@@ -19,6 +19,7 @@ import pytest
 from replicad.cli import app
 from replicad.operations.psql import without_password
 from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.failures import parse_target
 from replicad.postgres.programs import find_programs
 from tests.commands import replicad
 from tests.conftest import PATIENCE, install, psql
@@ -327,6 +328,25 @@ def test_one_command_manages_the_tubes_of_several_databases(run: Run, database_u
         assert "one database" in run("tubes", "touch", "t", "--shard", "1", "1", *both, status=2)
     finally:
         psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.mark.usefixtures("shards")
+def test_a_command_that_fails_says_what_it_has_changed_before_and_on_which_databases(
+    run: Run, database_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = urlsplit(database_url)
+    here, away, later = parts, parts._replace(path="/away"), parts._replace(path="/later")
+    several = [word for one in (here, away, later) for word in ("--database", urlunsplit(one))]
+    assert app.run(["tubes", "create", "t", *several]) == 5
+    said = capsys.readouterr().err
+    names = [str(parse_target(urlunsplit(one))) for one in (here, away, later)]
+    assert f"done on {names[0]}; failed on {names[1]}; not begun on {names[2]}" in said
+    assert [row["tube"] for row in run("tubes", "list", "--json")] == ["t"], "as it says"
+    psql(database_url, "CREATE TABLE keyless (n integer)")
+    assert app.run(["tubes", "attach", "t", "shard_0001.cities", "keyless", "shard_0002.cities"]) == 7
+    said = capsys.readouterr().err
+    assert "changed before the failure: attach shard_0001.cities" in said
+    assert [row["tbl"] for row in run("tubes", "list", "--json")] == ["shard_0001.cities"], "as it says"
 
 
 def test_a_table_becomes_a_stream_and_a_table_again(run: Run, database_url: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from replicad.config.settings import DatabaseSettings
-from replicad.errors import DatabaseError, DatabaseUnavailable, TubeRefused, UsageError
+from replicad.errors import DatabaseError, DatabaseUnavailable, ReplicadError, TubeRefused, UsageError
 from replicad.terminal.command import settings_options
 from replicad.terminal.database import on_database
 from replicad.terminal.failures import say
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
 
 T = TypeVar("T")
+
+MOST_NAMED = 10  # changes that are named when a later one fails
 
 island_options = settings_options(DatabaseSettings, several="database")
 
@@ -88,6 +90,7 @@ class Tubes:
     db: Database
     schema: str
     stream_schema: str
+    changed: list[str] = field(default_factory=list)  # what `change` has changed, for a command that fails later
 
     async def rows(self, function: str, *args: object) -> list[Any]:
         """The rows that a function returns."""
@@ -124,9 +127,11 @@ class Tubes:
         from replicad.postgres.statements import call_value
         from replicad.tubes.cli.changing import change_with_locks
 
-        return await change_with_locks(
+        result = await change_with_locks(
             self.db, lambda connection: call_value(connection, self.schema, function, *args), what=what
         )
+        self.changed.append(what)
+        return result
 
     async def states(self) -> dict[str, str]:
         """`tube_states` of this database."""
@@ -245,18 +250,51 @@ def on_islands(
 ) -> list[tuple[str | None, T]]:
     """Run `work` on every database of --database, or on the default one. Returns pairs of name and result.
 
-    The name (host and database) is None if there is only one database. The first failure ends the command.
+    The name (host and database) is None if there is only one database. The first failure ends the command, which then
+    says what was done before it, and what was not.
     """
     databases: Sequence[str] = options.get("database") or ()
     found: list[tuple[str | None, T]] = []
-    for url in databases or (None,):
+    for number, url in enumerate(databases or (None,)):
+        changed: list[str] = []
 
-        async def run(db: Database, settings: DatabaseSettings) -> tuple[str, T]:
-            return str(db.target), await work(Tubes(db, settings.tube_schema, settings.stream_schema))
+        async def run(db: Database, settings: DatabaseSettings, changed: list[str] = changed) -> tuple[str, T]:
+            return str(db.target), await work(Tubes(db, settings.tube_schema, settings.stream_schema, changed))
 
-        name, result = on_database({**options, "database": url}, run, part="tube", statement_timeout=statement_timeout)
+        try:
+            name, result = on_database(
+                {**options, "database": url}, run, part="tube", statement_timeout=statement_timeout
+            )
+        except ReplicadError:
+            for line in _report(databases, number, changed):
+                say(line)
+            raise
         found.append((name if len(databases) > 1 else None, result))
     return found
+
+
+def _report(databases: Sequence[str], number: int, changed: Sequence[str]) -> list[str]:
+    """What a command has done when it fails on the database with this number, and what it has not done."""
+    names = [_name(url, place) for place, url in enumerate(databases)] or [""]
+    lines = []
+    if changed:
+        where = f" on {names[number]}" if len(names) > 1 else ""
+        more = f", and {len(changed) - MOST_NAMED:,} more" if len(changed) > MOST_NAMED else ""
+        lines.append(f"changed{where} before the failure: {'; '.join(changed[-MOST_NAMED:])}{more}")
+    if len(names) > 1:
+        parts = [("done on", names[:number]), ("failed on", [names[number]]), ("not begun on", names[number + 1 :])]
+        lines.append("; ".join(f"{what} {', '.join(which)}" for what, which in parts if which))
+    return lines
+
+
+def _name(url: str, place: int) -> str:
+    """How a message names one of several databases."""
+    from replicad.postgres.failures import parse_target
+
+    try:
+        return str(parse_target(url))
+    except UsageError:
+        return f"--database number {place + 1}"
 
 
 def with_island(found: Sequence[tuple[str | None, Sequence[Mapping[str, Any]]]]) -> list[dict[str, Any]]:

@@ -306,8 +306,8 @@ $$;
 -- skipped, see step 3), finished whether that was the end. Each call is a short transaction; regular pods are read
 -- between the calls, and a crash loses no progress. The next call, from any session, goes on with the start_seq, order
 -- and shard of the first call. An index on order_col makes the calls cheap; without one each reads the whole table. A
--- row whose place in the order changes meanwhile may be missed or put twice; its change has touched it anyway. Raises
--- RT001, RT005. Writes the tube and tube_backfill.
+-- row whose place in the order changes meanwhile may be missed or put twice; its change has touched it anyway. With a
+-- routing max_ids is at most 20,000: each id may have a shard of its own, which takes two pods. Raises RT001, RT005. Writes the tube and tube_backfill.
 CREATE OR REPLACE FUNCTION tube_backfill_chunk(
     step1 text, tube text, tbl regclass, order_col text, shard integer = NULL,
     max_ids integer = 100000, insert_chunk_size integer = 250, OUT ids bigint, OUT finished boolean
@@ -321,13 +321,14 @@ DECLARE
 BEGIN
     PERFORM tube_check_touch(home, 'B', insert_chunk_size);
     order_col := coalesce(order_col, a.key[1]);
+    max_ids := greatest(CASE WHEN a.routing IS NULL THEN max_ids ELSE least(max_ids, 20000) END, 1);
     SELECT * INTO b FROM tube_backfill x WHERE x.tube = a.tube AND x.tbl = a.tbl AND NOT x.finished;
     IF NOT FOUND THEN
         -- The first page is read before the tube is locked for writing: without an index on order_col it may take long, and
         -- the tube's position does not move while a transaction has that lock.
         b.order_col := order_col;
         b.shard := home;
-        SELECT * INTO page FROM tube_backfill_page(a, b, greatest(max_ids, 1));
+        SELECT * INTO page FROM tube_backfill_page(a, b, max_ids);
         IF NOT tube_backfill_begin(a, step1, order_col, home,
                 CASE WHEN a.routing IS NULL THEN ARRAY[home] ELSE tube_shards_past(a) END) THEN
             finished := true;
@@ -335,11 +336,11 @@ BEGIN
         END IF;
         SELECT * INTO b FROM tube_backfill x WHERE x.tube = a.tube AND x.tbl = a.tbl;
     ELSE
-        SELECT * INTO page FROM tube_backfill_page(a, b, greatest(max_ids, 1));
+        SELECT * INTO page FROM tube_backfill_page(a, b, max_ids);
     END IF;
     PERFORM tube_backfill_put(b, page.ids, page.shards, insert_chunk_size);
     ids := cardinality(page.ids);
-    finished := ids < greatest(max_ids, 1);
+    finished := ids < max_ids;
     IF ids > 0 THEN
         UPDATE tube_backfill x SET after_value = page.last_value, after_key = page.last_key
             WHERE x.tube = a.tube AND x.tbl = a.tbl;
@@ -408,16 +409,19 @@ RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     kind text := (tube_find(b.tube)).keys;
-    fresh integer[] := ARRAY(SELECT DISTINCT s FROM unnest(shards) s WHERE s <> ALL (b.shards) ORDER BY s);
+    fresh integer[] := ARRAY(SELECT unnest(shards) EXCEPT SELECT unnest(b.shards) ORDER BY 1);
 BEGIN
     IF fresh <> '{}' THEN
         PERFORM tube_backfill_control(b.tube, 'backfill_start', b.start_seq, fresh);
         UPDATE tube_backfill x SET shards = x.shards || fresh WHERE x.tube = b.tube AND x.tbl = b.tbl;
     END IF;
-    EXECUTE format('SELECT sum(%I.%I(placed.shard, placed.ids, ''B'', NULL, $3)) FROM ('
-        'SELECT given.shard, array_agg(given.id ORDER BY given.n) AS ids'
-        ' FROM unnest($1::%s[], $2) WITH ORDINALITY AS given(id, shard, n) GROUP BY 1 ORDER BY 1) AS placed',
-        current_schema(), tube_object_name(b.tube, '_touch'), kind) USING ids, shards, least(chunk, tube_pod_size(kind));
+    -- One statement for all shards: with a routing there may be as many shards as ids.
+    EXECUTE format('INSERT INTO %I (op, shard, ids) SELECT ''B'', pod.shard, pod.ids FROM ('
+        'SELECT placed.shard, placed.piece, array_agg(placed.id ORDER BY placed.n) AS ids FROM ('
+        'SELECT given.*, (row_number() OVER (PARTITION BY given.shard ORDER BY given.n) - 1) / $3 AS piece'
+        ' FROM unnest($1::%s[], $2) WITH ORDINALITY AS given(id, shard, n)) AS placed'
+        ' GROUP BY 1, 2) AS pod ORDER BY pod.shard, pod.piece',
+        b.tube, kind) USING ids, shards, least(chunk, tube_pod_size(kind));
 END
 $$;
 

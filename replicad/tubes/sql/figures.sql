@@ -8,14 +8,24 @@ CREATE OR REPLACE FUNCTION tube_list(tbl regclass = NULL) RETURNS TABLE (
     table_predicate text, routing text, unattached regclass[], key name[], keys text
 )
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    WITH RECURSIVE attached AS MATERIALIZED (
+        SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
+        WHERE x.tbl = x.root AND ($1 IS NULL OR x.tbl = $1)
+    ), tree (root, member, depth) AS (  -- of all tables at once: one by one, a thousand tables take seconds
+        SELECT DISTINCT a.tbl::oid, a.tbl::oid, 0 FROM attached a
+        UNION
+        SELECT tree.root, i.inhrelid, tree.depth + 1 FROM tree JOIN pg_inherits i ON i.inhparent = tree.member
+    ), without AS MATERIALIZED (
+        SELECT m.tube, m.root, array_agg(m.member::regclass ORDER BY m.depth, m.member) AS members
+        FROM (
+            SELECT a.tube, tree.root, tree.member, min(tree.depth) AS depth
+            FROM attached a JOIN tree ON tree.root = a.tbl GROUP BY 1, 2, 3
+        ) AS m LEFT JOIN tube_attachment x ON x.tube = m.tube AND x.tbl = m.member
+        WHERE x.tbl IS NULL GROUP BY 1, 2
+    )
     SELECT r.tube, r.predicate, r.partitions, a.tbl, a.shard, a.predicate, a.routing,
-        CASE WHEN a.tbl IS NOT NULL THEN ARRAY(
-            SELECT m FROM tube_members(a.tbl) m WHERE NOT EXISTS (
-                SELECT FROM tube_attachment x WHERE x.tube = a.tube AND x.tbl = m)) END,
-        a.key, r.keys
-    FROM tube_registry r LEFT JOIN (
-        SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl WHERE x.tbl = x.root
-    ) AS a ON a.tube = r.tube
+        CASE WHEN a.tbl IS NOT NULL THEN coalesce(w.members, '{}') END, a.key, r.keys
+    FROM tube_registry r LEFT JOIN attached a ON a.tube = r.tube LEFT JOIN without w ON w.tube = a.tube AND w.root = a.tbl
     WHERE $1 IS NULL OR a.tbl = $1
     ORDER BY r.tube, a.shard, a.tbl
 $$;

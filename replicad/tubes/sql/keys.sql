@@ -22,19 +22,28 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
 $$;
 
 -- tube_key_types(tbl, key): the types of these columns, as casts name them; of a domain the type below it. NULL for a column
--- that the table does not have. Writes nothing.
+-- that the table does not have. Each type is looked up by itself: a join reads all types of the database, which has two for
+-- each table. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_key_types(tbl regclass, key name[]) RETURNS text[]
-LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    WITH RECURSIVE typed (n, type) AS (
-        SELECT k.n, a.atttypid
-        FROM unnest(key) WITH ORDINALITY AS k (name, n)
-            LEFT JOIN pg_attribute a ON a.attrelid = tbl AND a.attname = k.name AND a.attnum > 0 AND NOT a.attisdropped
-        UNION ALL
-        SELECT typed.n, d.typbasetype FROM typed JOIN pg_type d ON d.oid = typed.type WHERE d.typtype = 'd'
-    )
-    SELECT array_agg(format_type(typed.type, -1) ORDER BY typed.n)
-    FROM typed LEFT JOIN pg_type t ON t.oid = typed.type
-    WHERE t.typtype IS DISTINCT FROM 'd'
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    types text[];
+    one name;
+    type oid;
+    base oid;
+BEGIN
+    FOREACH one IN ARRAY coalesce(key, '{}') LOOP
+        SELECT a.atttypid INTO type FROM pg_attribute a
+            WHERE a.attrelid = tbl AND a.attname = one AND a.attnum > 0 AND NOT a.attisdropped;
+        LOOP
+            SELECT d.typbasetype INTO base FROM pg_type d WHERE d.oid = type AND d.typtype = 'd';
+            EXIT WHEN NOT FOUND;
+            type := base;
+        END LOOP;
+        types := types || format_type(type, -1);
+    END LOOP;
+    RETURN types;
+END
 $$;
 
 -- tube_key_kind(types): the kind of a key of columns of these types. Writes nothing.

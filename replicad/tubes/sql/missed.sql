@@ -98,25 +98,40 @@ $$;
 
 -- tube_trigger_marks(of_tube, of_root): the attached tables and partitions (of one tube, of one table; NULL: all) with what
 -- identifies the rows of the tube's triggers in pg_trigger, and whether all of them are there and fire. A trigger that is
--- disabled and enabled again has another row. Writes nothing.
+-- disabled and enabled again has another row. The triggers are looked up table by table, so that one table costs the same
+-- whatever the number of attached tables. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_trigger_marks(of_tube text, of_root regclass)
 RETURNS TABLE (tube text, tbl oid, root oid, marks text, fires boolean)
-LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    WITH functions AS MATERIALIZED (
-        SELECT p.oid, p.proname = 'tube_truncate_trigger' AS truncates, obj_description(p.oid, 'pg_proc') AS description
-        FROM pg_proc p
-        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.prorettype = 'trigger'::regtype
-    ), present AS (
-        SELECT a.tube, a.tbl, string_agg(g.oid || ':' || g.xmin, ' ' ORDER BY g.oid) AS marks,
-            bit_or(CASE WHEN g.tgenabled IN ('O', 'A') AND g.tgqual IS NULL AND g.tgtype & 1 = 0 THEN g.tgtype::integer END) AS events
-        FROM tube_attachment a JOIN pg_trigger g ON g.tgrelid = a.tbl JOIN functions f ON f.oid = g.tgfoid
-        WHERE CASE WHEN f.truncates THEN g.tgargs = convert_to(a.tube, getdatabaseencoding()) || decode('00', 'hex')
-            ELSE f.description = 'replicad: touches tube ' || a.tube END
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH chosen AS MATERIALIZED (
+        SELECT a.tube, a.tbl, a.root FROM tube_attachment a
+        WHERE (of_tube IS NULL OR a.tube = of_tube) AND (of_root IS NULL OR a.root = of_root)
+            AND EXISTS (SELECT FROM pg_class c WHERE c.oid = a.tbl)
+    ), present AS MATERIALIZED (
+        SELECT c.tube, c.tbl, g.* FROM chosen c CROSS JOIN LATERAL (
+            SELECT t.oid, t.xmin, t.tgfoid, t.tgargs, t.tgtype, t.tgenabled IN ('O', 'A') AND t.tgqual IS NULL
+                AND t.tgtype & 1 = 0 AS fires
+            FROM pg_trigger t WHERE t.tgrelid = c.tbl OFFSET 0
+        ) AS g
+    ), functions AS MATERIALIZED (
+        SELECT p.oid, p.proname = 'tube_truncate_trigger' AS truncates, d.description
+        FROM (SELECT DISTINCT x.tgfoid FROM present x) AS used
+            JOIN pg_proc p ON p.oid = used.tgfoid AND p.pronamespace = quote_ident(current_schema())::regnamespace
+            LEFT JOIN pg_description d ON d.objoid = p.oid AND d.classoid = 'pg_proc'::regclass AND d.objsubid = 0
+    ), marked AS (
+        SELECT x.tube, x.tbl, string_agg(x.oid || ':' || x.xmin, ' ' ORDER BY x.oid) AS marks,
+            bit_or(CASE WHEN x.fires THEN x.tgtype::integer END) AS events
+        FROM present x JOIN functions f ON f.oid = x.tgfoid
+        WHERE CASE WHEN f.truncates THEN x.tgargs = convert_to(x.tube, getdatabaseencoding()) || decode('00', 'hex')
+            ELSE f.description = 'replicad: touches tube ' || x.tube END
         GROUP BY 1, 2
     )
-    SELECT a.tube, a.tbl, a.root, coalesce(p.marks, ''), coalesce(p.events, 0) & 60 = 60
-    FROM tube_attachment a JOIN pg_class c ON c.oid = a.tbl LEFT JOIN present p ON p.tube = a.tube AND p.tbl = a.tbl
-    WHERE a.tube = coalesce(of_tube, a.tube) AND a.root = coalesce(of_root, a.root)
+    SELECT c.tube, c.tbl::oid, c.root::oid, coalesce(m.marks, ''), coalesce(m.events, 0) & 60 = 60
+    FROM chosen c LEFT JOIN marked m ON m.tube = c.tube AND m.tbl = c.tbl;
+END
 $$;
 
 -- tube_triggers_check(of_tube, of_root): looks at the triggers of attached tables (of one tube, of one table; NULL: all). Those

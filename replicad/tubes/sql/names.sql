@@ -45,7 +45,7 @@ $$;
 
 -- tube_members(tbl): the table with all its partitions and heirs, itself first. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_members(tbl regclass) RETURNS SETOF regclass
-LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+LANGUAGE sql STABLE ROWS 2 SET search_path FROM CURRENT AS $$
     WITH RECURSIVE tree(member, depth) AS (
         SELECT tbl::oid, 0
         UNION

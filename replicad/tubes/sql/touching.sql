@@ -194,11 +194,15 @@ BEGIN
     PERFORM tube_shards_note(b.tube, b.shards)
         FROM tube_backfill b WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = b.tbl);
     DELETE FROM tube_backfill b WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = b.tbl);
-    FOR stale IN SELECT p.oid FROM pg_proc p
-        WHERE strpos(p.prosrc, E'\n' || marker || E'\n') = 1 AND NOT EXISTS (
-            SELECT FROM tube_attachment a JOIN pg_class c ON c.oid = a.tbl
-            WHERE a.tbl = a.root AND c.relnamespace = p.pronamespace
-                AND tube_object_name(c.relname, '_touch') = p.proname)
+    FOR stale IN
+        WITH named AS MATERIALIZED (  -- each attachment happens here: no function is called for names that are short enough
+            SELECT c.relnamespace, CASE WHEN octet_length(c.relname) <= 57 THEN (c.relname || '_touch')::name
+                ELSE tube_object_name(c.relname, '_touch') END AS name
+            FROM tube_attachment a JOIN pg_class c ON c.oid = a.tbl WHERE a.tbl = a.root
+        )
+        SELECT p.oid FROM pg_proc p
+        WHERE right(p.proname, 6) = '_touch' AND strpos(p.prosrc, E'\n' || marker || E'\n') = 1
+            AND (p.pronamespace, p.proname) NOT IN (SELECT n.relnamespace, n.name FROM named n)  -- by a hash
     LOOP
         EXECUTE format('DROP FUNCTION %s', stale);
     END LOOP;

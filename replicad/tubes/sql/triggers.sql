@@ -144,13 +144,17 @@ $$;
 CREATE OR REPLACE FUNCTION tube_trigger_sweep(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
+    own name := tube_object_name(tube, '_trigger');
     stale regprocedure;
 BEGIN
-    FOR stale IN SELECT p.oid FROM pg_proc p
-        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
-            AND p.proname <> tube_object_name(tube, '_trigger')
-            AND obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube
-            AND NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgfoid = p.oid)
+    FOR stale IN
+        WITH ours AS MATERIALIZED (  -- few: no index leads from a function to its triggers
+            SELECT p.oid FROM pg_proc p
+            WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.prorettype = 'trigger'::regtype
+                AND p.proname <> own AND 'replicad: touches tube ' || tube = (SELECT d.description FROM pg_description d
+                    WHERE d.objoid = p.oid AND d.classoid = 'pg_proc'::regclass AND d.objsubid = 0)
+        )
+        SELECT o.oid FROM ours o WHERE NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgfoid = o.oid)
     LOOP
         EXECUTE format('DROP FUNCTION %s', stale);
     END LOOP;
@@ -263,16 +267,21 @@ $$;
 -- and its triggers can be renamed. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_triggers_of(tube text, tbl regclass)
 RETURNS TABLE (name name, event integer, function regprocedure, argument text, fires boolean)
-LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
     SELECT g.tgname, g.tgtype & 60, p.oid::regprocedure,
         CASE WHEN g.tgnargs = 1 THEN
             convert_from(substring(g.tgargs FROM 1 FOR length(g.tgargs) - 1), getdatabaseencoding()) END,
         g.tgenabled IN ('O', 'A') AND g.tgqual IS NULL AND g.tgtype & 1 = 0
     FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
     WHERE g.tgrelid = $2 AND p.pronamespace = quote_ident(current_schema())::regnamespace
-        AND (obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || $1
+        AND ('replicad: touches tube ' || $1 = (SELECT d.description FROM pg_description d
+                WHERE d.objoid = p.oid AND d.classoid = 'pg_proc'::regclass AND d.objsubid = 0)
             OR p.proname = 'tube_truncate_trigger'
-                AND g.tgargs = convert_to($1, getdatabaseencoding()) || decode('00', 'hex'))
+                AND g.tgargs = convert_to($1, getdatabaseencoding()) || decode('00', 'hex'));
+END
 $$;
 
 -- tube_triggers_ensure(tube, tbl, function, shard): makes the tube have exactly one trigger for each event on one table: it

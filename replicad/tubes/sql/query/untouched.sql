@@ -99,7 +99,9 @@ WITH parted AS (
     FROM {schema}.tube_attachment AS a
     JOIN pg_class AS c ON c.oid = a.tbl
     JOIN pg_namespace AS n ON n.nspname = a.given[1]
-    JOIN pg_class AS other ON other.relnamespace = n.oid AND other.relname = a.given[2]
+    CROSS JOIN LATERAL (  -- by the index on both columns: a join by the name alone reads each shard's table for each shard
+        SELECT o.oid, o.relkind FROM pg_class AS o WHERE o.relname = a.given[2] AND o.relnamespace = n.oid OFFSET 0
+    ) AS other
     WHERE a.tbl = a.root AND other.oid <> a.tbl
         AND NOT EXISTS (SELECT FROM {schema}.tube_attachment AS x WHERE x.tube = a.tube AND x.tbl = other.oid)
 )

@@ -14,6 +14,7 @@ from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, Unpack, overload
+from weakref import WeakSet
 
 from replicad.client.events import E, Reset, RowBatch
 from replicad.client.follow_loop import FollowerBase, FollowWishes, Tokens
@@ -203,6 +204,8 @@ class BlockingClient(ClientRequests):
         self._owner: int | None = None  # the thread whose request it is
         self._link: SocketLink | None = None
         self._closed = False
+        self._followers: WeakSet[BlockingFollower[Any]] = WeakSet()
+        self._listing = threading.Lock()  # of the followers
 
     @overload
     def follow(
@@ -229,13 +232,28 @@ class BlockingClient(ClientRequests):
         Raises:
             BadToken: a token cannot be parsed.
         """
-        return BlockingFollower(self._target, streams, linear=linear, also=also, wishes=wishes)
+        follower: BlockingFollower[Any] = BlockingFollower(
+            self._target, streams, linear=linear, also=also, wishes=wishes
+        )
+        with self._listing:
+            self._followers.add(follower)
+        if self._closed:
+            follower.close()
+        return follower
 
     def close(self) -> None:
-        """Close the connection, even during a request of another thread; safe to repeat."""
+        """Close the connection and every follower, even during a request of another thread; safe to repeat.
+
+        The request raises ConnectionLost; the iteration over a follower ends. A thread that is connecting notices it
+        after `connect_timeout` at the latest.
+        """
         self._closed = True
         if self._link is not None:
             self._link.close()
+        with self._listing:
+            followers = list(self._followers)
+        for follower in followers:
+            follower.close()
 
     def __enter__(self) -> Self:
         return self

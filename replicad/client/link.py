@@ -69,7 +69,7 @@ class Link:
 
 T = TypeVar("T")
 
-Dial = Callable[[], Awaitable[Any]]  # the connection, a trio.abc.Stream: executors of Spark have no trio
+Dial = Callable[[], Awaitable[Any]]  # the connection, a ByteStream of anyio: executors of Spark have no anyio
 
 READ_BYTES = 1 << 18  # as much as a fast sender can send between two reads
 _SHORTEST_PAUSE = 0.05  # seconds, at least, between two calls of `tick` by the thread
@@ -80,7 +80,7 @@ _PLAIN_WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 class DaemonTarget:
     """The daemon's address, our name and token, and time-outs in seconds.
 
-    `dial`, for the trio client only: makes the connection in another way than by TCP to the address. `host` is then
+    `dial`, for the async client only: makes the connection in another way than by TCP to the address. `host` is then
     what messages call the daemon, and `tls` is not used. It raises ConnectionLost.
     """
 
@@ -166,6 +166,7 @@ class SocketLink(Link):
         self._clock = clock
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._closing = False
 
     # --- for the owner ---
 
@@ -207,8 +208,14 @@ class SocketLink(Link):
 
     def close(self) -> None:
         """Close the connection; safe to repeat, and from any thread."""
+        self._closing = True
+        with contextlib.suppress(OSError):  # wakes a thread that waits to send, and holds the lock
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
         with self._lock:
-            self._fail(ConnectionLost(f"the connection to {self.target} was closed"))
+            self._fail(self._was_closed())
+
+    def _was_closed(self) -> ConnectionLost:
+        return ConnectionLost(f"the connection to {self.target} was closed")
 
     # --- sending and receiving ---
 
@@ -259,7 +266,8 @@ class SocketLink(Link):
         except OSError as error:
             self._lose(error)
         if not data:
-            self._fail(ConnectionLost(f"{self.target} closed the connection"))
+            left = ConnectionLost(f"{self.target} closed the connection")
+            self._fail(self._was_closed() if self._closing else left)
             self._check_open()
         return self.connection.receive_block(data, self._clock())
 
@@ -304,7 +312,8 @@ class SocketLink(Link):
             self._sock.close()
 
     def _lose(self, error: OSError) -> None:
-        self._fail(ConnectionLost(f"the connection to {self.target} broke: {reason(error)}"))
+        broke = ConnectionLost(f"the connection to {self.target} broke: {reason(error)}")
+        self._fail(self._was_closed() if self._closing else broke)
         self._check_open()
 
     def _mind_the_time(self) -> None:

@@ -1,7 +1,8 @@
-"""The client for trio programs, with the same methods and errors as `blocking_client`.
+"""The client for programs on trio or asyncio, with the same methods and errors as `blocking_client`.
 
-`requests` and `follow_loop` have the logic; this file drives it on a trio stream. After any failure but a plain refusal
-(also after a cancellation) the connection is closed, so that an answer is never taken for that of another request.
+`requests` and `follow_loop` have the logic; this file drives it on a stream of anyio. After any failure but a plain
+refusal (also after a cancellation) the connection is closed, so that an answer is never taken for that of another
+request.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar, Unpack, overload
+from weakref import WeakSet
 
-import trio
+import anyio
+from anyio.abc import TaskGroup
 
 from replicad.client.events import E, Reset, RowBatch
 from replicad.client.follow_loop import FollowerBase, FollowWishes, Tokens
@@ -22,15 +25,13 @@ from replicad.client.requests import ClientRequests, Introduction, PodBatch, Pod
 from replicad.client.steps import STEPS, Connect, Sleep
 from replicad.client.trio_link import ReadyCalls, TrioLink, open_link
 from replicad.errors import ConnectionLost, EnvironmentRefused, ReplicadError, UsageError
-from replicad.nurseries import open_plain_nursery
+from replicad.loops import open_plain_tasks
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.tubes.commands import CursorAt, Part
 
 
-def open_target(
-    url: str, target: DaemonTarget, nursery: trio.Nursery, daemon: str | Sequence[str] | None
-) -> DaemonTarget:
+def open_target(url: str, target: DaemonTarget, tasks: TaskGroup, daemon: str | Sequence[str] | None) -> DaemonTarget:
     """The target for a URL, from `target`, which has everything but an address. `daemon`: where to ask by TCP.
 
     Raises:
@@ -48,7 +49,7 @@ def open_target(
     except ModuleNotFoundError as error:
         extra = ways[scheme].split(".")[1]
         raise EnvironmentRefused(f"{scheme}:// needs the extra `{extra}`: pip install 'replicad[{extra}]'") from error
-    found: DaemonTarget = module.open_target(url, target, nursery, daemon)
+    found: DaemonTarget = module.open_target(url, target, tasks, daemon)
     return found
 
 
@@ -65,16 +66,17 @@ class TrioFollower(FollowerBase, AsyncIterator[T]):
     def __init__(
         self,
         target: DaemonTarget,
-        nursery: trio.Nursery,
+        tasks: TaskGroup,
         streams: Tokens | None,
         *,
         linear: bool,
         also: Collection[type],
         wishes: FollowWishes,
     ) -> None:
-        super().__init__(target, streams, linear=linear, also=also, wishes=wishes, now=trio.current_time)
-        self._nursery = nursery
+        super().__init__(target, streams, linear=linear, also=also, wishes=wishes, now=anyio.current_time)
+        self._tasks = tasks
         self._link: TrioLink | None = None
+        self._waiting: anyio.CancelScope | None = None  # for a connection, or to try again
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -83,9 +85,13 @@ class TrioFollower(FollowerBase, AsyncIterator[T]):
     async def together(self) -> list[T]:
         """The next event and the events received with it: for programs that handle a hundred thousand in a second.
 
-        Tokens and positions are those after the last of them. Cancelled, it loses none.
+        Tokens and positions are those after the last of them. Cancelled, it loses none. Empty when the follower was
+        closed.
         """
-        events = [await self.__anext__()]
+        try:
+            events = [await self.__anext__()]
+        except StopAsyncIteration:
+            return []
         self._add_at_hand(events)
         return events
 
@@ -104,9 +110,7 @@ class TrioFollower(FollowerBase, AsyncIterator[T]):
         if self._failure is not None:
             self.close()
             raise self._failure
-        if self._closed:
-            raise StopAsyncIteration
-        while True:
+        while not self._closed:
             answer: Any = None
             error: ReplicadError | None = None
             if self._pending is not None:
@@ -114,6 +118,9 @@ class TrioFollower(FollowerBase, AsyncIterator[T]):
                     answer = await self._perform(self._pending)
                 except ReplicadError as failure:
                     error = failure
+                if self._closed:  # by another task, meanwhile
+                    self._disconnect()
+                    break
                 self._pending = None
             try:
                 step = self._steps.send(answer) if error is None else self._steps.throw(error)
@@ -125,15 +132,20 @@ class TrioFollower(FollowerBase, AsyncIterator[T]):
             elif type(step) in self._wanted:
                 event: T = step
                 return event
+        raise StopAsyncIteration
 
     async def _perform(self, step: Any) -> Any:
+        """Perform a step. When the follower is closed meanwhile, it returns at once and the answer is of no use."""
         if isinstance(step, Connect):
             self._disconnect()
-            self._link = await open_link(self._target, self._nursery)
-            return self._link.connection, self._link.server_name
+            with anyio.CancelScope() as self._waiting:
+                self._link = await open_link(self._target, self._tasks)
+                return self._link.connection, self._link.server_name
+            return None
         if isinstance(step, Sleep):
             self._disconnect()
-            await trio.sleep(step.seconds)
+            with anyio.CancelScope() as self._waiting:
+                await anyio.sleep(step.seconds)
             return None
         assert self._link is not None
         return await self._link.perform(step)
@@ -143,8 +155,10 @@ class TrioFollower(FollowerBase, AsyncIterator[T]):
             self._link.close()
 
     def close(self) -> None:
-        """End the iteration; safe to repeat."""
+        """End the iteration, even if another task waits in it; safe to repeat."""
         self._closed = True
+        if self._waiting is not None:
+            self._waiting.cancel()
         self._disconnect()
 
     async def __aenter__(self) -> Self:
@@ -188,10 +202,14 @@ async def open_client(
     if is_url != (port is None) or (daemon is not None and not is_url):
         raise UsageError("give a host and a port, or a URL, which may go with `daemon`")
     target = DaemonTarget(host, port or 0, us, tls, connect_timeout, answer_timeout, keepalive, timing)
-    async with open_plain_nursery() as nursery:
+    async with open_plain_tasks() as tasks:
         if is_url:
-            target = open_target(host, target, nursery, daemon)
-        yield TrioClient(target, nursery)
+            target = open_target(host, target, tasks, daemon)
+        client = TrioClient(target, tasks)
+        try:
+            yield client
+        finally:
+            client.close()
 
 
 class TrioClient(ClientRequests):
@@ -201,13 +219,15 @@ class TrioClient(ClientRequests):
     the requests and the errors that they raise: the methods of the blocking client, but awaited.
     """
 
-    def __init__(self, target: DaemonTarget, nursery: trio.Nursery) -> None:
+    def __init__(self, target: DaemonTarget, tasks: TaskGroup) -> None:
         self._target = target
-        self._nursery = nursery
-        self._turn = trio.Lock()
+        self._tasks = tasks
+        self._turn = anyio.Lock()
         self._link: TrioLink | None = None
+        self._connecting: anyio.CancelScope | None = None
         self._closed = False
         self._ready_calls = ReadyCalls()
+        self._followers: WeakSet[TrioFollower[Any]] = WeakSet()
 
     @overload
     def follow(
@@ -234,13 +254,26 @@ class TrioClient(ClientRequests):
         Raises:
             BadToken: a token cannot be parsed.
         """
-        return TrioFollower(self._target, self._nursery, streams, linear=linear, also=also, wishes=wishes)
+        follower: TrioFollower[Any] = TrioFollower(
+            self._target, self._tasks, streams, linear=linear, also=also, wishes=wishes
+        )
+        self._followers.add(follower)
+        if self._closed:
+            follower.close()
+        return follower
 
     def close(self) -> None:
-        """Close the connection, even during a request of another task; safe to repeat."""
+        """Close the connection and every follower, even during a request of another task; safe to repeat.
+
+        The request raises ConnectionLost; the iteration over a follower ends.
+        """
         self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
         if self._link is not None:
             self._link.close()
+        for follower in list(self._followers):
+            follower.close()
 
     # --- how ---
 
@@ -283,12 +316,12 @@ class TrioClient(ClientRequests):
                 link.end()
 
     async def _ready(self) -> TrioLink:
-        if self._closed:
+        if not self._closed and (self._link is None or not self._link.begin()):
+            with anyio.CancelScope() as self._connecting:
+                self._link = await open_link(self._target, self._tasks, self._ready_calls)
+        if self._link is None or self._closed:
+            self.close()  # a connection that was made meanwhile
             raise ConnectionLost("this client was closed; make another one")
-        if self._link is None or not self._link.begin():
-            self._link = await open_link(self._target, self._nursery, self._ready_calls)
-            if self._closed:  # by another task, meanwhile
-                self._link.close()
         return self._link
 
 

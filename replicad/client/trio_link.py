@@ -1,7 +1,8 @@
-"""A connection to the daemon on trio: like `link.SocketLink`, with tasks instead of a thread.
+"""A connection to the daemon on trio or asyncio: like `link.SocketLink`, with tasks instead of a thread.
 
 It sends and receives bytes and keeps the deadlines; `requests` and `follow_loop` interpret them. Only one task reads,
-so that a cancelled request interrupts no read. It stops reading until the owner has taken the lines before.
+so that a cancelled request interrupts no read. It stops reading until the owner has taken the lines before. These wait
+in an attribute, so that the owner loses none when it is cancelled.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import contextlib
 import re
 import ssl
 from collections.abc import Callable
+from math import inf
 from typing import Any, TypeVar
 
-import trio
+import anyio
+from anyio.abc import ByteStream, TaskGroup
+from anyio.streams.tls import TLSStream
 
 from replicad.client.link import READ_BYTES, DaemonTarget, Link, reason
 from replicad.client.requests import greet
 from replicad.client.steps import Receive, Send, Steps
 from replicad.errors import ConnectionLost, ReplicadError
 from replicad.groups import leaves
-from replicad.nurseries import open_plain_nursery
+from replicad.loops import open_plain_tasks
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Ping
 from replicad.protocol.connection import Due
@@ -67,13 +71,13 @@ T = TypeVar("T")
 
 _GRACE = 0.05  # seconds for the reader to take received bytes after the whole process was suspended
 _LAST_ERROR = 0.5  # seconds to receive an ERROR that was sent before the connection broke
-_BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError, ssl.SSLError, OSError)
+_BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.BusyResourceError, ssl.SSLError, OSError)
 
 
-async def open_link(target: DaemonTarget, nursery: trio.Nursery, ready: ReadyCalls | None = None) -> TrioLink:
+async def open_link(target: DaemonTarget, tasks: TaskGroup, ready: ReadyCalls | None = None) -> TrioLink:
     """Connect, make the TLS handshake, wait for SERVER and send our name, all within `connect_timeout`.
 
-    The link's tasks live in `nursery` until it is closed. `ready`: the calls for READY lines.
+    The link's tasks live in `tasks` until it is closed. `ready`: the calls for READY lines.
 
     Raises:
         ConnectionLost: it could not be made; the message says why.
@@ -81,11 +85,11 @@ async def open_link(target: DaemonTarget, nursery: trio.Nursery, ready: ReadyCal
     """
     link: TrioLink | None = None
     try:
-        with trio.fail_after(target.connect_timeout):
+        with anyio.fail_after(target.connect_timeout):
             link = TrioLink(await connect(target), target, ready)
-            nursery.start_soon(link.serve)
+            tasks.start_soon(link.serve)
             link.server_name = await link.run(greet(link.connection, target.us))
-    except trio.TooSlowError as error:
+    except TimeoutError as error:
         if link is not None:
             link.close()
         raise ConnectionLost(f"no connection to {target}: no answer in time") from error
@@ -96,24 +100,25 @@ async def open_link(target: DaemonTarget, nursery: trio.Nursery, ready: ReadyCal
     return link
 
 
-async def connect(target: DaemonTarget) -> trio.abc.Stream:
+async def connect(target: DaemonTarget) -> ByteStream:
     """A connection to the daemon, after the TLS handshake; nothing was sent on it. Raises ConnectionLost."""
     if target.dial is not None:
-        dialled: trio.abc.Stream = await target.dial()
+        dialled: ByteStream = await target.dial()
         return dialled
-    stream: trio.abc.Stream | None = None
+    stream: ByteStream | None = None
     try:
-        stream = await trio.open_tcp_stream(target.host, target.port)
+        stream = await anyio.connect_tcp(target.host, target.port)
         if target.tls is not None:
-            stream = trio.SSLStream(stream, target.tls, server_hostname=target.host, https_compatible=True)
-            await stream.do_handshake()
-    except (OSError, UnicodeError, trio.BrokenResourceError) as error:  # UnicodeError: the name cannot be looked up
+            stream = await TLSStream.wrap(
+                stream, hostname=target.host, ssl_context=target.tls, standard_compatible=False
+            )
+    except (OSError, UnicodeError, anyio.BrokenResourceError, anyio.EndOfStream) as error:
         if stream is not None:
-            await trio.aclose_forcefully(stream)
+            await anyio.aclose_forcefully(stream)
         raise ConnectionLost(f"no connection to {target}: {_why(error)}") from error
     except BaseException:
         if stream is not None:
-            await trio.aclose_forcefully(stream)
+            await anyio.aclose_forcefully(stream)
         raise
     return stream
 
@@ -130,14 +135,15 @@ class TrioLink(Link):
     accumulate and the end of the connection is noticed at once.
     """
 
-    def __init__(self, stream: trio.abc.Stream, target: DaemonTarget, ready: ReadyCalls | None = None) -> None:
-        super().__init__(target, trio.current_time())
+    def __init__(self, stream: ByteStream, target: DaemonTarget, ready: ReadyCalls | None = None) -> None:
+        super().__init__(target, anyio.current_time())
         self._ready = ready or ReadyCalls()
         self._stream = stream
-        self._sending = trio.Lock()
-        self._into, self._blocks = trio.open_memory_channel[bytes](1)
-        self._wanted = trio.Event()  # the owner waits for a block
-        self._scope = trio.CancelScope()
+        self._sending = anyio.Lock()
+        self._block: bytes | None = None  # delivered, and not yet taken by the owner
+        self._arrived = anyio.Event()  # set when there is a block, or none will come
+        self._wanted = anyio.Event()  # the owner waits for a block
+        self._scope = anyio.CancelScope()
 
     # --- for the owner ---
 
@@ -150,11 +156,9 @@ class TrioLink(Link):
         """End a request, after its whole answer."""
         self._busy = False
         self._wanted.set()
-        try:
-            while True:
-                self._pass_over(self._blocks.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel):
-            pass
+        if self._block is not None:
+            block, self._block = self._block, None
+            self._pass_over(block)
 
     async def run(self, steps: Steps[T]) -> T:
         """Perform steps that yield nothing for the user, and return their result."""
@@ -177,7 +181,7 @@ class TrioLink(Link):
             return None
         assert isinstance(step, Receive)
         if step.within is not None:
-            self._deadline = trio.current_time() + step.within
+            self._deadline = anyio.current_time() + step.within
         return await self.receive()
 
     def close(self) -> None:
@@ -189,16 +193,16 @@ class TrioLink(Link):
     async def send(self, commands: tuple[Command, ...]) -> None:
         """Send commands in one piece, waiting for the socket for at most `answer_timeout`. Cancelled: closes."""
         self._check_open()
-        now = trio.current_time()
+        now = anyio.current_time()
         data = b"".join(self.connection.send(command, now) for command in commands)
         sent = False
         try:
             async with self._sending:
-                with trio.move_on_after(self.target.answer_timeout):
-                    await self._stream.send_all(data)
+                with anyio.move_on_after(self.target.answer_timeout):
+                    await self._stream.send(data)
                     sent = True
         except _BROKEN as error:
-            with trio.move_on_after(_LAST_ERROR), contextlib.suppress(trio.EndOfChannel):
+            with anyio.move_on_after(_LAST_ERROR), contextlib.suppress(ReplicadError):
                 self._pass_over(await self._next_block())  # the peer may have sent the reason before
             self._fail(ConnectionLost(f"the connection to {self.target} broke: {_why(error)}"))
         finally:
@@ -212,21 +216,24 @@ class TrioLink(Link):
         Raises:
             ConnectionLost: the connection ended, or the deadline has come.
         """
-        with trio.move_on_at(self._deadline):
-            try:
-                return await self._next_block()
-            except trio.EndOfChannel:
-                self._check_open()
-        self._fail(ConnectionLost(f"{self.target} did not answer in time"))
-        self._check_open()
-        raise AssertionError("unreachable")
+        if self._deadline == inf or self._block is not None:
+            return await self._next_block()
+        with anyio.CancelScope(deadline=self._deadline):
+            return await self._next_block()
+        if self._block is None:
+            self._fail(ConnectionLost(f"{self.target} did not answer in time"))
+        return await self._next_block()
 
     async def _next_block(self) -> bytes:
-        try:
-            return self._blocks.receive_nowait()  # delivered for a `receive` that was cancelled
-        except trio.WouldBlock:
+        """The next block; raises the reason if the connection has ended. A cancelled call leaves the block."""
+        while self._block is None:
+            self._check_open()
+            if self._arrived.is_set():
+                self._arrived = anyio.Event()
             self._wanted.set()
-        return await self._blocks.receive()
+            await self._arrived.wait()
+        block, self._block = self._block, None
+        return block
 
     # --- the tasks ---
 
@@ -234,26 +241,25 @@ class TrioLink(Link):
         """Read and send PINGs until the link is closed, then close the stream. Raises only when cancelled."""
         try:
             with self._scope:
-                async with open_plain_nursery() as nursery:
-                    nursery.start_soon(self._read)
+                async with open_plain_tasks() as tasks:
                     if self.target.keepalive:
-                        nursery.start_soon(self._keep_alive)
-                    await trio.sleep_forever()  # until `_fail` cancels the scope
+                        tasks.start_soon(self._keep_alive)
+                    await self._read()
         finally:
             self.close()
-            with trio.CancelScope(shield=True):
-                await trio.aclose_forcefully(self._stream)
+            with anyio.CancelScope(shield=True):
+                await anyio.aclose_forcefully(self._stream)
 
     async def _read(self) -> None:
         """Receive until the connection ends."""
         try:
             while True:
                 self._reading = True
-                data = await self._stream.receive_some(READ_BYTES)
+                data = await self._stream.receive(READ_BYTES)
                 self._reading = False
-                if not data:
-                    raise ConnectionLost(f"{self.target} closed the connection")
-                await self._hand_over(bytes(data))
+                await self._hand_over(data)
+        except anyio.EndOfStream:
+            self._fail(ConnectionLost(f"{self.target} closed the connection"))
         except _BROKEN as error:
             self._fail(ConnectionLost(f"the connection to {self.target} broke: {_why(error)}"))
         except ReplicadError as error:
@@ -267,11 +273,12 @@ class TrioLink(Link):
         while True:
             if self._busy:
                 await self._wanted.wait()
-            block = self.connection.receive_block(data, trio.current_time())
+            block = self.connection.receive_block(data, anyio.current_time())
             self._ready.look_at(block)
             if block and self._busy:
-                self._wanted = trio.Event()
-                self._into.send_nowait(block)
+                self._wanted = anyio.Event()
+                self._block = block
+                self._arrived.set()
             elif block:
                 self._pass_over(block)
             if not self.connection.holds_back:
@@ -281,19 +288,19 @@ class TrioLink(Link):
     async def _keep_alive(self) -> None:
         """Send PINGs when nothing else is sent, and give up on a silent peer."""
         while not self.closed:
-            now = trio.current_time()
+            now = anyio.current_time()
             if not self._reading:
                 self.connection.pardon(now)  # the owner does not read, so the peer's silence does not count
             due = self.connection.due(now)
             if due in (Due.PEER_SILENT, Due.UNFINISHED_LINE):
-                await trio.sleep(_GRACE)
+                await anyio.sleep(_GRACE)
                 due = self.connection.due(now)
             match due:
                 case Due.PING:
                     with contextlib.suppress(ReplicadError):  # raised to the owner by its next call
                         await self.send((Ping(),))
                 case None:
-                    await trio.sleep_until(self.connection.next_deadline())
+                    await anyio.sleep_until(self.connection.next_deadline())
                 case overdue:
                     self._fail(self._overdue(overdue))
 
@@ -310,6 +317,6 @@ class TrioLink(Link):
         """End the tasks and keep the reason; the first one counts. Lines received before can still be taken."""
         if self._ended is None:
             self._ended = error
-            self._into.close()
+            self._arrived.set()
             self._scope.cancel()
             self._ready.call_all()

@@ -183,8 +183,10 @@ class Inside:
         self._sessions, self._serve = sessions, serve
         self._ready.set()
 
-    async def connect(self, name: str) -> trio.SocketStream:
+    async def connect(self, name: str) -> socket.socket:
         """A connection to this daemon with all rights, shown to operators under the name. Waits until it serves.
+
+        The caller makes a stream of it, of the kind that it needs.
 
         Raises:
             ConnectionLost: the daemon stops.
@@ -192,12 +194,13 @@ class Inside:
         await self._ready.wait()
         assert self._sessions is not None
         assert self._serve is not None
-        ours, theirs = (trio.SocketStream(trio.socket.from_stdlib_socket(one)) for one in socket.socketpair())
+        ours, other = socket.socketpair()
+        theirs = trio.SocketStream(trio.socket.from_stdlib_socket(other))
         try:
             self._sessions.start_soon(self._serve, theirs, name, None)
         except RuntimeError as error:  # the nursery is closed
             theirs.socket.close()
-            ours.socket.close()
+            ours.close()
             raise ConnectionLost("the daemon is stopping") from error
         return ours
 

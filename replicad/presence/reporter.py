@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-import trio
+import anyio
 
 from replicad.client.link import DaemonTarget
 from replicad.client.refusals import concerns_one_request, may_pass, refusal
@@ -22,7 +22,7 @@ from replicad.client.requests import Introduction
 from replicad.client.steps import Receive
 from replicad.client.trio_link import TrioLink, open_link
 from replicad.errors import ReplicadError
-from replicad.nurseries import open_plain_nursery
+from replicad.loops import open_plain_tasks
 from replicad.presence.commands import ClearUserSync, UserSync
 from replicad.protocol.commands import Error
 from replicad.protocol.connection import Timing
@@ -63,8 +63,8 @@ async def open_presence(
     """
     target = DaemonTarget(host, port, Introduction(instance, None, token), tls, timing=timing or Timing())
     reporter = PresenceReporter(target, instance)
-    async with open_plain_nursery() as nursery:
-        nursery.start_soon(reporter.run)
+    async with open_plain_tasks() as tasks:
+        tasks.start_soon(reporter.run)
         yield reporter
         await reporter.send_clear()
 
@@ -77,7 +77,7 @@ class PresenceReporter:
         self._instance = instance
         self._syncing: dict[Device, int] = {}  # when the user was last seen syncing, ms since 1970
         self._unsent: dict[Device, UserSync] = {}  # the last change of each device that was not sent yet
-        self._reported = trio.Event()
+        self._reported = anyio.Event()
         self._link: TrioLink | None = None
         self._ended_by: ReplicadError | None = None
         self._connections = 0
@@ -109,11 +109,11 @@ class PresenceReporter:
             except ReplicadError as error:
                 if not may_pass(error):
                     raise
-            await trio.sleep(backoff.next_delay())
+            await anyio.sleep(backoff.next_delay())
 
     async def send_clear(self) -> None:
         """Send CLEAR_USER_SYNC: the worker shuts down, and its users go offline at once."""
-        with trio.move_on_after(CLEAR_TIMEOUT), suppress(ReplicadError):
+        with anyio.move_on_after(CLEAR_TIMEOUT), suppress(ReplicadError):
             self._unsent.clear()
             if self._link is not None:
                 await self._link.send((ClearUserSync(self._instance),))
@@ -126,10 +126,10 @@ class PresenceReporter:
 
     async def _session(self, backoff: Backoff) -> None:
         """One connection: report the present state, then the changes."""
-        async with open_plain_nursery() as nursery:
+        async with open_plain_tasks() as tasks:
             try:
                 self._ended_by = None
-                self._link = link = await open_link(self._target, nursery)
+                self._link = link = await open_link(self._target, tasks)
                 backoff.reset()
                 self._connections += 1
                 self._unsent = {
@@ -137,7 +137,7 @@ class PresenceReporter:
                     for (user, device), at in self._syncing.items()
                 }
                 self._reported.set()
-                nursery.start_soon(self._listen, link)
+                tasks.start_soon(self._listen, link)
                 await self._send_reports(link)
             finally:
                 if self._link is not None:
@@ -147,7 +147,7 @@ class PresenceReporter:
     async def _send_reports(self, link: TrioLink) -> None:
         while not link.closed:
             await self._reported.wait()
-            self._reported = trio.Event()
+            self._reported = anyio.Event()
             while self._unsent and not link.closed:
                 some = dict(itertools.islice(self._unsent.items(), BATCH))
                 for device in some:

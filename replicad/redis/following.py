@@ -8,15 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import anyio
 import structlog
-import trio
+from anyio.abc import ByteStream, SocketStream, TaskGroup
 
 from replicad.client.link import DaemonTarget
 from replicad.client.trio_link import connect
 from replicad.config.settings import Address, parse_server
 from replicad.errors import ConnectionLost, RedisUnavailable, ReplicadError, UsageError
 from replicad.groups import leaves
-from replicad.nurseries import open_plain_nursery
+from replicad.loops import open_plain_tasks
 from replicad.redis.link import RedisLink, open_redis, parse_redis
 from replicad.redis.messages import ALIVE, key_of, stream_channel
 from replicad.retry import Backoff
@@ -42,7 +43,7 @@ from replicad.streams.commands import BATCH
 SILENCE = 10.0  # seconds without a sync, after which rows are asked for by TCP again: several of them
 READ_BYTES = 1 << 16
 _INTRODUCTION = (b"NAME ", b"AUTH ")
-_BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError)
+_BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 log = structlog.get_logger()
 
@@ -56,11 +57,11 @@ class Switch:
 
     def __init__(
         self,
-        follower: trio.abc.Stream,
-        daemon: trio.abc.Stream,
+        follower: ByteStream,
+        daemon: ByteStream,
         server: str,
         *,
-        connect: Callable[[], Awaitable[trio.abc.Stream]],
+        connect: Callable[[], Awaitable[ByteStream]],
         connect_redis: Callable[[], Awaitable[RedisLink]],
         silence: float = SILENCE,
         named: bool = False,
@@ -69,7 +70,7 @@ class Switch:
         has named it, and may be wrong.
         """
         self._follower = follower
-        self._daemon: trio.abc.Stream | None = daemon
+        self._daemon: ByteStream | None = daemon
         self._server = server
         self._connect = connect
         self._connect_redis = connect_redis
@@ -77,20 +78,20 @@ class Switch:
         self._named = named
         self._junction = Junction()
         self._introduction: list[bytes] = []
-        self._subscribed = trio.Event()  # there is a stream whose channel is of use
-        self._sending = trio.Lock()
-        self._nursery: trio.Nursery | None = None
-        self._leaving = trio.CancelScope()  # of the connection to the daemon
+        self._subscribed = anyio.Event()  # there is a stream whose channel is of use
+        self._sending = anyio.Lock()
+        self._tasks: TaskGroup | None = None
+        self._leaving = anyio.CancelScope()  # of the connection to the daemon
         self._again = False  # whether it is a later one than the first
 
     async def run(self) -> None:
         """Until the follower or the daemon closes, or rows were missed. Raises only when cancelled."""
         try:
-            async with open_plain_nursery() as nursery:
-                self._nursery = nursery
-                nursery.start_soon(self._from_redis_forever)
+            async with open_plain_tasks() as tasks:
+                self._tasks = tasks
+                tasks.start_soon(self._from_redis_forever)
                 assert self._daemon is not None
-                nursery.start_soon(self._from_daemon, self._daemon, False)
+                tasks.start_soon(self._from_daemon, self._daemon, False)
                 with suppress(*_BROKEN):
                     await self._from_follower()
         except* Missed as missed:
@@ -102,17 +103,25 @@ class Switch:
         finally:
             for stream in (self._follower, self._daemon):
                 if stream is not None:
-                    with trio.CancelScope(shield=True):
-                        await trio.aclose_forcefully(stream)
+                    with anyio.CancelScope(shield=True):
+                        await anyio.aclose_forcefully(stream)
+
+    @staticmethod
+    async def _some(stream: ByteStream) -> bytes:
+        """What came on the stream; empty at its end."""
+        try:
+            return await stream.receive(READ_BYTES)
+        except anyio.EndOfStream:
+            return b""
 
     async def _give(self, lines: list[bytes]) -> None:
         if lines:
-            await self._follower.send_all(b"\n".join(lines) + b"\n")
+            await self._follower.send(b"\n".join(lines) + b"\n")
 
     async def _from_follower(self) -> None:
         rest = b""
-        while data := await self._follower.receive_some(READ_BYTES):
-            *lines, rest = (rest + bytes(data)).split(b"\n")
+        while data := await self._some(self._follower):
+            *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 self._junction.from_follower(line)
                 if line.startswith(_INTRODUCTION):
@@ -124,23 +133,23 @@ class Switch:
                 if self._daemon is not None:
                     # While a PING is sent the connection may be given up; not while an answer is awaited.
                     with suppress(*(_BROKEN if line.startswith(b"PING") else ())):
-                        await self._daemon.send_all(line + b"\n")
+                        await self._daemon.send(line + b"\n")
 
     async def _reconnect(self) -> None:
         """Connect to the daemon again, for a request of a follower whose streams come by Redis."""
         self._daemon = await self._connect()
-        self._leaving, self._again = trio.CancelScope(), True
-        await self._daemon.send_all(b"".join(line + b"\n" for line in self._introduction))
-        assert self._nursery is not None
-        self._nursery.start_soon(self._from_daemon, self._daemon, True)
+        self._leaving, self._again = anyio.CancelScope(), True
+        await self._daemon.send(b"".join(line + b"\n" for line in self._introduction))
+        assert self._tasks is not None
+        self._tasks.start_soon(self._from_daemon, self._daemon, True)
 
-    async def _from_daemon(self, daemon: trio.abc.Stream, again: bool) -> None:
+    async def _from_daemon(self, daemon: ByteStream, again: bool) -> None:
         """Pass lines on until the streams come by Redis. `again`: not the first connection, so SERVER is not news."""
         rest, begun = b"", not self._named
         try:
             with self._leaving:
-                while data := await daemon.receive_some(READ_BYTES):
-                    *lines, rest = (rest + bytes(data)).split(b"\n")
+                while data := await self._some(daemon):
+                    *lines, rest = (rest + data).split(b"\n")
                     if len(rest) > MAX_ROW:
                         raise ConnectionLost(f"the daemon sent a line of over {MAX_ROW} bytes")
                     if not begun and (lines or rest):
@@ -154,8 +163,8 @@ class Switch:
                         await self._try_join()
         finally:
             self._daemon = None
-            with trio.CancelScope(shield=True):
-                await trio.aclose_forcefully(daemon)
+            with anyio.CancelScope(shield=True):
+                await anyio.aclose_forcefully(daemon)
         if self._junction.needs_tcp:
             raise ConnectionLost("the daemon closed the connection")
 
@@ -189,7 +198,7 @@ class Switch:
             except ReplicadError as error:
                 log.info("redis_not_followed", server=self._server, reason=str(error))
             self._junction.lost_redis()
-            await trio.sleep(backoff.next_delay())
+            await anyio.sleep(backoff.next_delay())
 
     def _channels(self) -> dict[bytes, str]:
         """The streams whose channels are of use, by channel."""
@@ -206,18 +215,18 @@ class Switch:
                 if more := wanted.keys() - channels.keys():  # a follower asks for one stream after another
                     await link.subscribe_more(map(bytes.decode, more))
                     channels = wanted
-                with trio.move_on_after(self._silence) as scope:
+                with anyio.move_on_after(self._silence) as scope:
                     messages = await link.messages()
                 if scope.cancelled_caught:
                     raise ConnectionLost(f"nothing came from {link.address} for {self._silence:g} s")
                 async with self._sending:
-                    now = trio.current_time()
+                    now = anyio.current_time()
                     found: list[bytes] = []
                     for channel, line in messages:
                         if (name := channels.get(channel)) is not None:
                             found += self._junction.from_redis(name, line, now)
                     if found:
-                        await self._follower.send_all(_joined(found) + b"\n")
+                        await self._follower.send(_joined(found) + b"\n")
                     if self._junction.silent(now, self._silence):
                         raise Missed(f"no daemon has published to {link.address} for {self._silence:g} s")
                     await self._try_join()
@@ -499,9 +508,7 @@ def _moves(stream: _Stream, writer: bytes, prev: int, new: int) -> bool:
 PATIENCE = 2.0  # seconds for Redis to say where a daemon is, if we know of one
 
 
-def open_target(
-    url: str, target: DaemonTarget, nursery: trio.Nursery, daemon: str | Sequence[str] | None
-) -> DaemonTarget:
+def open_target(url: str, target: DaemonTarget, tasks: TaskGroup, daemon: str | Sequence[str] | None) -> DaemonTarget:
     """The target of a client over Redis. `daemon`: HOST:PORT of a daemon, or of several, of which the announced daemon
     is used; without it, any announced daemon, to which no secret is sent.
 
@@ -509,14 +516,14 @@ def open_target(
         UsageError: the URL, an address or the name of the server is missing or cannot be used; or there is a secret
             and no daemon to which it may be sent.
     """
-    return RedisTransport(url, target, nursery, daemon, SILENCE).target
+    return RedisTransport(url, target, tasks, daemon, SILENCE).target
 
 
 class RedisTransport:
     """Makes the connections of one client."""
 
     def __init__(
-        self, url: str, target: DaemonTarget, nursery: trio.Nursery, daemon: str | Sequence[str] | None, silence: float
+        self, url: str, target: DaemonTarget, tasks: TaskGroup, daemon: str | Sequence[str] | None, silence: float
     ) -> None:
         if target.us.server_name is None:
             raise UsageError("a client over Redis needs server_name, which is the name of the channel")
@@ -528,15 +535,15 @@ class RedisTransport:
         self._redis = parse_redis(url)
         self._server = target.us.server_name
         self._tcp = target
-        self._nursery = nursery
+        self._tasks = tasks
         self._given = tuple(_given(one) for one in ([daemon] if isinstance(daemon, str) else daemon or ()))
         self._address = self._given[0] if self._given else None  # of a daemon; the last address that was announced
         self._silence = silence
         self.target = replace(target, host=f"{self._server} over {self._redis}", port=0, dial=self._dial)
 
-    async def _dial(self) -> trio.abc.Stream:
+    async def _dial(self) -> ByteStream:
         daemon = await self._connect()
-        ours, theirs = (trio.SocketStream(trio.socket.from_stdlib_socket(one)) for one in socket.socketpair())
+        ours, theirs = [await SocketStream.from_socket(one) for one in socket.socketpair()]
         switch = Switch(
             theirs,
             daemon,
@@ -546,13 +553,13 @@ class RedisTransport:
             silence=self._silence,
             named=not self._given,
         )
-        self._nursery.start_soon(switch.run)
+        self._tasks.start_soon(switch.run)
         return ours
 
     async def _connect_redis(self) -> RedisLink:
         return await open_redis(self._redis, name=self._tcp.us.name)
 
-    async def _connect(self) -> trio.abc.Stream:
+    async def _connect(self) -> ByteStream:
         found = await self._find()
         try:
             return await connect(replace(self._tcp, host=found.host, port=found.port, dial=None))
@@ -565,7 +572,7 @@ class RedisTransport:
         """The address of a daemon. Raises ConnectionLost and RedisRefused."""
         if len(self._given) != 1:
             try:
-                with trio.move_on_after(inf if self._address is None else PATIENCE):
+                with anyio.move_on_after(inf if self._address is None else PATIENCE):
                     self._address = await self._announced() or self._address
             except RedisUnavailable:
                 if self._address is None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import structlog
 import trio
+from anyio.abc import ByteStream, SocketStream
 
 from replicad.client.events import (
     Disconnected,
@@ -31,6 +32,7 @@ from replicad.client.trio_client import TrioClient, TrioFollower
 from replicad.daemon.service import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import BadToken, ConnectionLost, ReplicadError, RowUnreadable, TokenAhead, TokenExpired
+from replicad.loops import open_plain_tasks
 from replicad.nurseries import open_plain_nursery
 from replicad.redis.service import RedisIntervals
 from replicad.retry import Backoff
@@ -106,8 +108,8 @@ class Intake:
     async def run(self) -> None:
         """Follow until cancelled."""
         backoff = Backoff(self._pace.retry, self._pace.longest_retry)
-        async with open_plain_nursery() as nursery:
-            client = TrioClient(self._target(), nursery)
+        async with open_plain_tasks() as tasks:
+            client = TrioClient(self._target(), tasks)
             while True:
                 try:
                     await self._follow(client)
@@ -122,8 +124,8 @@ class Intake:
                     await self._taken.wait()
 
     def _target(self) -> DaemonTarget:
-        async def dial() -> trio.abc.Stream:
-            return await self._inside.connect(NAME)
+        async def dial() -> ByteStream:
+            return await SocketStream.from_socket(await self._inside.connect(NAME))
 
         return DaemonTarget("this daemon", 0, Introduction(NAME, None, None), dial=dial)
 

@@ -1,4 +1,4 @@
-"""One connection to Redis on trio. `hiredis` packs and parses; this file opens, waits and gives up in time.
+"""One connection to Redis on trio or asyncio. `hiredis` packs and parses; this file opens, waits and gives up in time.
 
 Whatever Redis sends that is no answer to us ends the connection by RedisUnavailable, which says what it was (`_odd`).
 The owner connects again after a pause.
@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+import anyio
 import hiredis
-import trio
+from anyio.abc import ByteStream
+from anyio.streams.tls import TLSStream
 
 from replicad.config.secrets import trust
 from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError, UsageError
@@ -32,8 +34,9 @@ CONNECT_TIMEOUT = 5.0  # seconds, with TLS and the password
 ANSWER_TIMEOUT = 5.0  # seconds for all answers to requests that were sent together
 READ_BYTES = 1 << 16
 _BROKEN = (
-    trio.BrokenResourceError,
-    trio.ClosedResourceError,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    anyio.EndOfStream,
     ssl.SSLError,
     OSError,
     UnicodeError,
@@ -116,7 +119,7 @@ def refused(address: RedisAddress, error: Exception) -> ReplicadError:
 class RedisLink:
     """An open connection, made by `open_redis`. For one task at a time. Any failure closes it for good."""
 
-    def __init__(self, stream: trio.abc.Stream, address: RedisAddress, timeout: float) -> None:
+    def __init__(self, stream: ByteStream, address: RedisAddress, timeout: float) -> None:
         self.address = address
         self._stream = stream
         self._timeout = timeout
@@ -149,7 +152,7 @@ class RedisLink:
             RedisUnavailable: the connection was lost, or not all answers came in time.
         """
         answers: list[Any] = []
-        with trio.move_on_after(self._timeout) as scope:
+        with anyio.move_on_after(self._timeout) as scope:
             try:
                 # What Redis answers is short, so it does not block while we send.
                 await self._send(b"".join(_pack(words) for words in commands))
@@ -166,7 +169,7 @@ class RedisLink:
     async def subscribe(self, channels: Iterable[str]) -> None:
         """Subscribe, and wait until Redis has confirmed every channel. Raises as `call`."""
         wanted = {channel.encode() for channel in channels}
-        with trio.move_on_after(self._timeout) as scope:
+        with anyio.move_on_after(self._timeout) as scope:
             await self._send(_pack(("SUBSCRIBE", *sorted(wanted))))
             while wanted:
                 answer = await self._next()
@@ -218,25 +221,24 @@ class RedisLink:
 
     async def aclose(self) -> None:
         """Close it at once; safe to repeat."""
-        with trio.CancelScope(shield=True):
-            await trio.aclose_forcefully(self._stream)
+        with anyio.CancelScope(shield=True):
+            await anyio.aclose_forcefully(self._stream)
 
     # --- inside ---
 
     async def _send(self, data: bytes) -> None:
         try:
-            await self._stream.send_all(data)
+            await self._stream.send(data)
         except _BROKEN as error:
             raise self._lost(error) from error
 
     async def _receive(self) -> bytes:
         try:
-            data = await self._stream.receive_some(READ_BYTES)
+            return await self._stream.receive(READ_BYTES)
+        except anyio.EndOfStream:
+            raise RedisUnavailable(f"{self.address} closed the connection") from None
         except _BROKEN as error:
             raise self._lost(error) from error
-        if not data:
-            raise RedisUnavailable(f"{self.address} closed the connection")
-        return bytes(data)
 
     def _lost(self, error: BaseException) -> RedisUnavailable:
         return RedisUnavailable(f"the connection to {self.address} broke: {error.__cause__ or error}")
@@ -276,21 +278,22 @@ async def open_redis(address: RedisAddress, *, name: str, timeout: float = ANSWE
     Raises:
         RedisUnavailable, RedisRefused: with the reason.
     """
-    stream: trio.abc.Stream | None = None
+    stream: ByteStream | None = None
     link: RedisLink | None = None
     try:
-        with trio.fail_after(CONNECT_TIMEOUT):
-            stream = await trio.open_tcp_stream(address.host, address.port)
+        with anyio.fail_after(CONNECT_TIMEOUT):
+            stream = await anyio.connect_tcp(address.host, address.port)
             if address.tls is not None:
-                stream = trio.SSLStream(stream, address.tls, server_hostname=address.host, https_compatible=True)
-                await stream.do_handshake()
+                stream = await TLSStream.wrap(
+                    stream, hostname=address.host, ssl_context=address.tls, standard_compatible=False
+                )
             link = RedisLink(stream, address, timeout)
             if address.password is not None:
                 await link.call("AUTH", *([address.user] if address.user else []), address.password)
             if address.database:
                 await link.call("SELECT", address.database)
             await link.call("CLIENT", "SETNAME", name)
-    except trio.TooSlowError:
+    except TimeoutError:
         await _close(stream)
         raise RedisUnavailable(f"no connection to {address}: no answer within {CONNECT_TIMEOUT:g} s") from None
     except _BROKEN as error:
@@ -314,10 +317,10 @@ def _pack(words: tuple[Word, ...]) -> bytes:
     return packed
 
 
-async def _close(stream: trio.abc.Stream | None) -> None:
+async def _close(stream: ByteStream | None) -> None:
     if stream is not None:
-        with trio.CancelScope(shield=True):
-            await trio.aclose_forcefully(stream)
+        with anyio.CancelScope(shield=True):
+            await anyio.aclose_forcefully(stream)
 
 
 def _why(error: BaseException) -> str:

@@ -404,7 +404,7 @@ class Hearing:
         """Have a connection to this daemon until cancelled, and publish what it is sent for other processes."""
         while True:
             with suppress(trio.BrokenResourceError, ConnectionLost):
-                stream = await self._inside.connect(NAME)
+                stream = trio.SocketStream(trio.socket.from_stdlib_socket(await self._inside.connect(NAME)))
                 async with stream:
                     await stream.send_all(Name(NAME).render().encode() + b"\n")
                     self._stream = stream

@@ -23,15 +23,16 @@ from replicad.streams.registry import Registry
 from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
+from tests.loops import LOOPS
 
-from .clients.both import TrioInThread
+from .clients.both import InThread
 from .clients.proxy import FaultProxy
 
 PODS = 300
 HALF, OTHER, WHOLE = Part(0, 2), Part(1, 2), Part(0, 1)
 
 
-@pytest.fixture(params=[BlockingClient, TrioInThread], ids=["blocking", "trio"])
+@pytest.fixture(params=[BlockingClient, *(partial(InThread, loop) for loop in LOOPS)], ids=["blocking", *LOOPS])
 def make_client(request: pytest.FixtureRequest, daemon: Daemon) -> Callable[[], Any]:
     address = daemon.addresses[0]
     return partial(request.param, address.host, address.port, name="a test", server_name="example.com")

@@ -20,7 +20,7 @@ from replicad.streams.registry import Registry, StreamRefused
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.daemons import Daemon, Paces
 
-from .clients.both import TrioInThread
+from .clients.both import InThread
 from .conftest import Connect, Netcat, netcat_to
 
 HANG = 60.0  # seconds; a limit for what hangs
@@ -81,7 +81,7 @@ async def test_any_number_of_writers_is_followed_by_every_client_through_a_resta
             await write(facts, 1, writers)
             with trio.fail_after(HANG):
                 await plain.until(f"RDATA facts w{writers} {writers} {writers}")
-        for kind in (BlockingClient, TrioInThread):
+        for kind in (BlockingClient, partial(InThread, "trio"), partial(InThread, "asyncio")):
             with trio.fail_after(HANG):
                 found, tokens[kind] = await trio.to_thread.run_sync(follow, kind, port, "EARLIEST", writers)
             assert found == everybody

@@ -14,7 +14,7 @@ from tests.source import IN_ONE_PROCESS, ROOT
 
 pytestmark = IN_ONE_PROCESS
 
-HEAVY = ("trio", "trio_asyncio", "asyncpg", "pyspark", "pyarrow", "click", "structlog")
+HEAVY = ("anyio", "trio", "trio_asyncio", "asyncpg", "pyspark", "pyarrow", "click", "structlog")
 PACKAGES = ["replicad", *(face for face in api_page.FACES if (ROOT / face.replace(".", "/")).is_dir())]
 
 

@@ -17,6 +17,7 @@ from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError
 from replicad.reading import Unreadable
 from replicad.redis.link import MOST_BYTES, NOTHING, RedisLink, RespReader, parse_redis, refused
 from replicad.streams.chunks import MAX_ROW
+from tests.loops import memory_bytes_pair
 
 ADDRESS = parse_redis("redis://:s3cret@db1")
 
@@ -47,7 +48,7 @@ def test_a_refusal_says_whether_to_try_again_and_what_to_change(
 
 
 async def test_a_redis_that_does_not_answer_is_given_up_in_time(autojump_clock: trio.testing.MockClock) -> None:
-    ours, _theirs = trio.testing.memory_stream_pair()
+    ours, _theirs = memory_bytes_pair()
     link = RedisLink(ours, ADDRESS, 5.0)
     began = trio.current_time()
     with pytest.raises(RedisUnavailable, match="did not answer within 5 s"):
@@ -59,7 +60,7 @@ async def test_a_redis_that_does_not_answer_is_given_up_in_time(autojump_clock: 
 
 @pytest.mark.parametrize("said", [b"", b"+PONG", b"HTTP/1.1 400 Bad Request\r\n"])
 async def test_what_is_no_redis_is_given_up(said: bytes) -> None:
-    ours, theirs = trio.testing.memory_stream_pair()
+    ours, theirs = memory_bytes_pair()
     link = RedisLink(ours, ADDRESS, 5.0)
     await theirs.send_all(said)
     await theirs.send_eof()
@@ -68,7 +69,7 @@ async def test_what_is_no_redis_is_given_up(said: bytes) -> None:
 
 
 async def test_a_message_that_comes_together_with_the_answer_to_subscribe_is_not_lost() -> None:
-    ours, theirs = trio.testing.memory_stream_pair()
+    ours, theirs = memory_bytes_pair()
     link = RedisLink(ours, ADDRESS, 5.0)
     confirmed = b"*3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:1\r\n"
     await theirs.send_all(confirmed + b"*3\r\n$7\r\nmessage\r\n$1\r\na\r\n$3\r\none\r\n")
@@ -78,7 +79,7 @@ async def test_a_message_that_comes_together_with_the_answer_to_subscribe_is_not
 
 
 async def test_a_message_beyond_the_longest_row_is_not_kept_in_memory() -> None:
-    ours, theirs = trio.testing.memory_stream_pair()
+    ours, theirs = memory_bytes_pair()
     link = RedisLink(ours, ADDRESS, 60.0)
     head = b"*3\r\n$7\r\nmessage\r\n$1\r\na\r\n"
     most = b"$%d\r\n%s\r\n" % (MAX_ROW, b"x" * MAX_ROW)
@@ -126,7 +127,7 @@ async def test_an_odd_reply_is_a_redis_that_is_unavailable_at_once(
 ) -> None:
     began = time.monotonic()
     for ask in (RedisLink.messages, lambda link: link.subscribe(["a"]), lambda link: link.call_text("HGET", "k", "f")):
-        ours, theirs = trio.testing.memory_stream_pair()
+        ours, theirs = memory_bytes_pair()
         link = RedisLink(ours, ADDRESS, 5.0)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(theirs.send_all, ODD[what])

@@ -10,6 +10,7 @@ import trio.testing
 
 from replicad.redis.following import Switch
 from replicad.redis.messages import ALIVE, stream_channel
+from tests.loops import TrioBytes, memory_bytes_pair
 
 SERVER = "example.com"
 
@@ -48,12 +49,12 @@ def state(stream: str) -> tuple[bytes, bytes]:
 
 
 async def test_a_stream_that_is_asked_for_later_ends_no_subscription_of_those_that_have_joined() -> None:
-    follower, far = trio.testing.memory_stream_pair()
-    daemons = [trio.testing.memory_stream_pair() for _ in range(2)]
+    far, follower = memory_bytes_pair()
+    daemons = [memory_bytes_pair() for _ in range(2)]
     link = Link()
 
-    async def connect() -> trio.abc.Stream:
-        return daemons[1][1]
+    async def connect() -> TrioBytes:
+        return daemons[1][0]
 
     async def lines(count: int) -> list[bytes]:
         found = b""
@@ -63,7 +64,7 @@ async def test_a_stream_that_is_asked_for_later_ends_no_subscription_of_those_th
             found += bytes(data)
         return found.splitlines()
 
-    switch = Switch(far, daemons[0][1], SERVER, connect=connect, connect_redis=cast(Any, link.open))
+    switch = Switch(far, daemons[0][0], SERVER, connect=connect, connect_redis=cast(Any, link.open))
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(switch.run)
@@ -71,7 +72,7 @@ async def test_a_stream_that_is_asked_for_later_ends_no_subscription_of_those_th
                 await follower.send_all(b"REPLICATE %s 5\n" % stream.encode())
                 await trio.testing.wait_all_tasks_blocked()
                 link.send("a", ALIVE, *state("a"))  # so that what is wanted is looked at
-                await daemons[number][0].send_all(b"".join(line + b"\n" for line in state(stream)))
+                await daemons[number][1].send_all(b"".join(line + b"\n" for line in state(stream)))
                 await trio.testing.wait_all_tasks_blocked()
                 link.send(stream, ALIVE, *state(stream))
                 await trio.testing.wait_all_tasks_blocked()

@@ -1,44 +1,31 @@
-"""The trio client behind the blocking client's interface, so that one suite of tests holds for both."""
+"""The async client behind the blocking client's interface, so that one suite of tests holds for both, on both loops."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import trio
+from anyio.from_thread import start_blocking_portal
 
 from replicad.client.events import RowBatch
 from replicad.client.trio_client import TrioClient, TrioFollower, open_client
-from tests.conftest import PATIENCE
+from tests.loops import OPTIONS
 
 
-class TrioInThread:
-    """A trio client in a thread of its own; its methods block."""
+class InThread:
+    """An async client in a thread with an event loop of its own; its methods block."""
 
-    def __init__(self, host: str, port: int, **options: Any) -> None:
-        self._ready = threading.Event()
-        self._over = trio.Event()
-        self._thread = threading.Thread(
-            target=trio.run, args=(self._main, partial(open_client, host, port, **options)), daemon=True
-        )
-        self._thread.start()
-        assert self._ready.wait(PATIENCE)
-
-    async def _main(self, make: Callable[[], Any]) -> None:
-        self._trio = trio.lowlevel.current_trio_token()
-        async with make() as client:
-            self.client: TrioClient = client
-            self._ready.set()
-            await self._over.wait()
+    def __init__(self, loop: str, host: str, port: int, **options: Any) -> None:
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(start_blocking_portal(loop, OPTIONS[loop]))
+        opened = self._portal.wrap_async_context_manager(open_client(host, port, **options))
+        self.client: TrioClient = self._stack.enter_context(opened)
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        async def run() -> Any:
-            return await function(*args, **options)
-
-        return trio.from_thread.run(run, trio_token=self._trio)
+        return self._portal.call(partial(function, *args, **options))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self.call, getattr(self.client, name))
@@ -46,13 +33,10 @@ class TrioInThread:
     def follow(
         self, streams: Mapping[str, str | None], linear: bool = False, *, also: Collection[type] = (), **options: Any
     ) -> FollowerInThread:
-        follower = self.call(_make, self.client.follow, streams, linear, also=also, **options)
-        return FollowerInThread(self, follower)
+        return FollowerInThread(self, self.call(self.client.follow, streams, linear, also=also, **options))
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            trio.from_thread.run_sync(self._over.set, trio_token=self._trio)
-            self._thread.join(PATIENCE)
+        self._stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -63,14 +47,10 @@ class TrioInThread:
         self.close()
 
 
-async def _make(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return function(*args, **options)
-
-
 class FollowerInThread(Iterator[Any]):
-    """A trio follower that is iterated over from another thread."""
+    """An async follower that is iterated over from another thread."""
 
-    def __init__(self, client: TrioInThread, follower: TrioFollower) -> None:
+    def __init__(self, client: InThread, follower: TrioFollower[Any]) -> None:
         self._client = client
         self._follower = follower
 
@@ -87,7 +67,7 @@ class FollowerInThread(Iterator[Any]):
         return self._follower.tokens()
 
     def close(self) -> None:
-        trio.from_thread.run_sync(self._follower.close, trio_token=self._client._trio)
+        self._client.call(self._follower.close)
 
     def __enter__(self) -> Self:
         return self

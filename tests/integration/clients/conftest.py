@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 
 from replicad.client.blocking_client import BlockingClient
 from tests.conftest import PATIENCE
+from tests.loops import LOOPS
 
-from .both import TrioInThread
+from .both import InThread
 from .fake import FakeDaemon
 from .world import FakeStream, FakeTube, World
 
@@ -37,13 +39,12 @@ def fake(world: World) -> Iterator[FakeDaemon]:
     daemon.kill()
 
 
-@pytest.fixture(params=[BlockingClient, TrioInThread], ids=["blocking", "trio"])
+@pytest.fixture(params=["blocking", *LOOPS])
 def make_client(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
-    """Makes clients of a port; every test that uses it holds for the blocking client and for the trio client."""
+    """Makes clients of a port; tests that use it hold for the blocking client, and for the async one on both loops."""
+    make: MakeClient = BlockingClient if request.param == "blocking" else partial(InThread, request.param)
     with ExitStack() as stack:
-        yield lambda port, **options: stack.enter_context(
-            request.param("127.0.0.1", port, **{"name": "a test", **options})
-        )
+        yield lambda port, **options: stack.enter_context(make("127.0.0.1", port, **{"name": "a test", **options}))
 
 
 @pytest.fixture

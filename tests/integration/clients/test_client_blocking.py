@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from replicad.protocol.tokens import Cursor
 from replicad.tubes.commands import Part
 from tests import vocabulary as c
 from tests.conftest import PATIENCE
+from tests.loops import run_on
 
 from .conftest import wait_until
 from .fake import FakeDaemon, FakeSession
@@ -230,3 +233,52 @@ def test_workers_need_neither_trio_nor_anything_else_that_is_installed() -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_closing_the_client_ends_the_followers_that_wait_in_other_threads(fake: FakeDaemon) -> None:
+    """As where an asyncio program has called `to_thread(follower.together)`: its end waits for the thread."""
+
+    async def cancel() -> None:
+        with BlockingClient("127.0.0.1", fake.port, name="a test") as client:
+            waiting = [
+                asyncio.create_task(asyncio.to_thread(client.follow({stream: None}).together))
+                for stream in ("events", "caches")
+            ]
+            while len(fake.sessions) < 2:
+                await asyncio.sleep(0.005)
+            waiting[0].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting[0]
+        assert await waiting[1] == []
+        assert client.follow({"events": None}).together() == []
+
+    thread = threading.Thread(target=run_on, args=["asyncio", cancel], daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "a follower waits, though its client was closed"
+
+
+def test_closing_ends_a_request_that_waits_to_send() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client = BlockingClient("127.0.0.1", deaf.getsockname()[1], name="a test", answer_timeout=600.0)
+        failures: list[str] = []
+
+        def send() -> None:
+            try:
+                client.send(*[c.RemoteServerUp("x" * 1000)] * 20_000)
+            except ConnectionLost as error:
+                failures.append(str(error))
+
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        peer, _ = deaf.accept()
+        with peer:
+            peer.sendall(b"SERVER example.com\nPING 1\n")
+            wait_until(
+                lambda: client._link and all(client._link._lock.locked() for _ in range(1000)), "it waits to send"
+            )
+            client.close()
+            thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert failures
+    assert failures[0].endswith("was closed")

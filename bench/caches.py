@@ -1,7 +1,7 @@
 """Cache invalidations per second to 200 workers: committed on our side, published by Redis on the other.
 
 Every worker has a cache of its own and a connection of its own; they live in two processes. Ours follow the stream with
-the trio client, as a program would, and keep its promises. Beside them the same caches are handed the same rows from
+the async client, as a program would, and keep its promises. Beside them the same caches are handed the same rows from
 Redis pub/sub, by a reader that does nothing else: what it misses is lost. It hands over message by message, as clients
 of Redis do, or (which none does) all messages together that were received together, as ours does. What is told is
 invalidations carried out in all, by the time between the first and the last, and the processor time of workers and
@@ -24,8 +24,8 @@ from bench.peers import Peer, redis
 from bench.readers import PATIENCE, PROCESSES, Door, Heard, processes
 from bench.report import Figure, Spread, rates
 from bench.system import STREAM, Daemon, Options, System, cpu, system
-from replicad.caches.trio_invalidator import CacheInvalidator
-from replicad.client.trio_client import open_client
+from replicad.caches.async_invalidator import CacheInvalidator
+from replicad.client.async_client import open_client
 
 WORKERS = 200
 ROWS = 3000  # invalidations in one transaction

@@ -17,8 +17,10 @@ from replicad.exports import exported
 if TYPE_CHECKING:
     from replicad.caches import BlockingCacheInvalidator, CacheInvalidator
     from replicad.client import (
+        AsyncClient,
         Batch,
         BlockingClient,
+        BlockingWorker,
         Connected,
         Disconnected,
         Endpoint,
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
         StreamStopped,
         TakenUpto,
         Touch,
-        TrioClient,
         Worker,
         WorkerSettings,
         open_client,
@@ -78,11 +79,13 @@ if TYPE_CHECKING:
     from replicad.versions import __version__ as __version__
 
 __all__ = [
+    "AsyncClient",
     "BadToken",
     "Batch",
     "BlockingCacheInvalidator",
     "BlockingClient",
     "BlockingShardedWriter",
+    "BlockingWorker",
     "BlockingWriter",
     "CacheInvalidator",
     "Connected",
@@ -125,7 +128,6 @@ __all__ = [
     "TokenAhead",
     "TokenExpired",
     "Touch",
-    "TrioClient",
     "TubeError",
     "TubeRefused",
     "UnknownStream",
@@ -165,7 +167,8 @@ __getattr__ = exported(
                 "StreamsChanged",
                 "TakenUpto",
                 "Touch",
-                "TrioClient",
+                "AsyncClient",
+                "BlockingWorker",
                 "Worker",
                 "WorkerSettings",
                 "open_client",

@@ -8,13 +8,21 @@ in an attribute until it is taken, without a wait between.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from math import inf
+from typing import Any, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
+from anyio.lowlevel import current_token
 
 from replicad.groups import leaves, raise_as_it_was
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -37,3 +45,58 @@ async def open_plain_tasks() -> AsyncIterator[TaskGroup]:
 
 def _is_cancellation(error: BaseException) -> bool:
     return all(isinstance(leaf, anyio.get_cancelled_exc_class()) for leaf in leaves(error))
+
+
+def call_from_threads() -> Callable[[Callable[[], None]], None]:
+    """A function for any thread: it has this event loop make a call soon. Once the loop has ended, it does nothing."""
+    native = current_token().native_token
+    if isinstance(native, asyncio.AbstractEventLoop):
+        loop = native
+
+        def soon(call: Callable[[], None]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(call)
+
+        return soon
+    token: Any = native
+
+    def soon_on_trio(call: Callable[[], None]) -> None:
+        with suppress(import_module("trio").RunFinishedError):
+            token.run_sync_soon(call)
+
+    return soon_on_trio
+
+
+def run_on_asyncio(function: Callable[[], Awaitable[T]]) -> T:
+    """Run the function on an asyncio loop of its own, in this thread; whatever loop the process makes by default."""
+    return anyio.run(function, backend="asyncio", backend_options={"loop_factory": asyncio.SelectorEventLoop})
+
+
+def another_loop() -> Callable[[Callable[[], Awaitable[None]]], None]:
+    """Runs a function, in another thread, on a loop of the same library as this one. Both loops have the same time."""
+    if isinstance(current_token().native_token, asyncio.AbstractEventLoop):
+        return run_on_asyncio
+    trio = import_module("trio")
+    return partial(trio.run, clock=trio.lowlevel.current_clock())
+
+
+class CancelledInside(Exception):
+    """A function of the user has raised CancelledError, though nothing has cancelled the call."""
+
+
+@contextmanager
+def calling() -> Iterator[None]:
+    """A call of a function of the user during the block, in a task of ours.
+
+    On asyncio the function raises CancelledError where it awaits a task that was cancelled. That is a failure of the
+    function. Raised on, it would look like the end of our task.
+
+    Raises:
+        CancelledInside: in place of such a CancelledError.
+    """
+    try:
+        yield
+    except anyio.get_cancelled_exc_class() as error:
+        if anyio.current_effective_deadline() == -inf:
+            raise
+        raise CancelledInside("it awaited something that was cancelled") from error

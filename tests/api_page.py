@@ -37,8 +37,8 @@ FACES = (
 
 # Classes whose instances a program gets from a function or a method, and does not make by itself.
 _MADE_FOR_YOU = {
-    "BlockingFollower", "Cache", "Database", "PodAnswer", "PodBatch", "PresenceReporter", "ShardedWriter", "TrioClient",
-    "TrioFollower", "Writer",
+    "AsyncClient", "AsyncFollower", "BlockingFollower", "Cache", "Database", "PodAnswer", "PodBatch",
+    "PresenceReporter", "ShardedWriter", "Writer",
 }  # fmt: skip
 _DESCRIBED = {
     "WholeRequest": "{}",
@@ -54,7 +54,7 @@ Programs may import the names on this page. [CHANGELOG.md](../CHANGELOG.md) says
 internal. Import what most programs need from `replicad`, and the rest from the package that has it.
 
 The methods of the two clients are the same. What a method of the blocking client returns comes out of an `await` in the
-trio client, and what it iterates over comes out of an `async for`; lists of pods are a `PodBatch` there.
+async client, and what it iterates over comes out of an `async for`; lists of pods are a `PodBatch` there.
 
 ## `replicad`
 

@@ -279,7 +279,7 @@ def open_prometheus(folder: Path, ports: list[int]) -> Iterator[int]:
 WORKERS: list[subprocess.Popen[bytes]] = []
 _WORKER = """
 import sys, trio
-from replicad.client.trio_client import open_client
+from replicad.client.async_client import open_client
 from replicad.client.worker import Worker, WorkerSettings
 async def handle(batch):
     if sys.argv[3] == "fail":

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import trio
 
-from replicad import Connected, RowBatch, TrioClient, embedded_postgres, open_client
+from replicad import AsyncClient, Connected, RowBatch, embedded_postgres, open_client
 from replicad.presence import ClearUserSync, UserIp, UserSync
 from replicad.protocol.commands import RemoteServerUp
 
 ANN = "@ann:example.org"
 
 
-async def watch(client: TrioClient, task_status: trio.TaskStatus[None]) -> None:
+async def watch(client: AsyncClient, task_status: trio.TaskStatus[None]) -> None:
     """Print the changes of the stream, and relays, until Ann is offline and the relay has come."""
     expected = {"online", "offline", "relay"}
     async with client.follow({"presence": None}, also=(Connected, RemoteServerUp)) as events:
@@ -62,7 +62,7 @@ async def play(first: str, second: str) -> None:
         await w2.send(ClearUserSync("w2"))
 
 
-def connect(server: str, name: str) -> AbstractAsyncContextManager[TrioClient]:
+def connect(server: str, name: str) -> AbstractAsyncContextManager[AsyncClient]:
     host, _, port = server.rpartition(":")
     return open_client(host, int(port), name=name)
 

@@ -186,7 +186,7 @@ class _Share(NamedTuple):
 
 class Caches:
     """Declares caches and invalidates them. Use its subclass CacheInvalidator (`blocking_invalidator`,
-    `trio_invalidator`).
+    `async_invalidator`).
 
     `max_staleness`: seconds. An entry is used only if all invalidations that were committed up to that long ago are
     known to have been applied. Proofs of that come all the time (a few in `max_staleness`, at most one for each PING of

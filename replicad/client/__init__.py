@@ -1,4 +1,4 @@
-"""Clients of the daemon: `blocking_client` needs only the standard library, `trio_client` is for trio programs.
+"""Clients of the daemon: `blocking_client` needs only the standard library, `async_client` is for trio and asyncio.
 
 The logic of both is written once, without I/O: `requests` declares the requests and understands their answers,
 `follower` and `follow_loop` follow streams. The events that a follower returns are exported here.
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from replicad.exports import exported
 
 if TYPE_CHECKING:
+    from replicad.client.async_client import AsyncClient, AsyncFollower, open_client
     from replicad.client.blocking_client import BlockingClient, BlockingFollower, Endpoint
+    from replicad.client.blocking_worker import BlockingWorker
     from replicad.client.events import (
         Connected,
         Disconnected,
@@ -26,14 +28,16 @@ if TYPE_CHECKING:
     )
     from replicad.client.ledger import Touch
     from replicad.client.requests import Pod, PodAnswer, PodBatch
-    from replicad.client.trio_client import TrioClient, TrioFollower, open_client
     from replicad.client.worker import Batch, Worker, WorkerSettings, WorkerStatistics
     from replicad.client.worker_history import TubeFork
 
 __all__ = [
+    "AsyncClient",
+    "AsyncFollower",
     "Batch",
     "BlockingClient",
     "BlockingFollower",
+    "BlockingWorker",
     "Connected",
     "Disconnected",
     "Endpoint",
@@ -49,8 +53,6 @@ __all__ = [
     "StreamsChanged",
     "TakenUpto",
     "Touch",
-    "TrioClient",
-    "TrioFollower",
     "TubeFork",
     "Worker",
     "WorkerSettings",
@@ -62,6 +64,7 @@ __getattr__ = exported(
     __name__,
     {
         **dict.fromkeys(("BlockingClient", "BlockingFollower", "Endpoint"), "blocking_client"),
+        "BlockingWorker": "blocking_worker",
         **dict.fromkeys(
             (
                 "Connected",
@@ -79,7 +82,7 @@ __getattr__ = exported(
         ),
         "Touch": "ledger",
         **dict.fromkeys(("Pod", "PodAnswer", "PodBatch"), "requests"),
-        **dict.fromkeys(("TrioClient", "TrioFollower", "open_client"), "trio_client"),
+        **dict.fromkeys(("AsyncClient", "AsyncFollower", "open_client"), "async_client"),
         **dict.fromkeys(("Batch", "Worker", "WorkerSettings", "WorkerStatistics"), "worker"),
         "TubeFork": "worker_history",
     },

@@ -20,10 +20,10 @@ from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any
 
-import trio
+import anyio
 
+from replicad.client.async_client import AsyncClient
 from replicad.client.ledger import Touch
-from replicad.client.trio_client import TrioClient
 from replicad.errors import DownstreamError
 from replicad.eventlog import get_logger
 from replicad.tubes.commands import Part
@@ -58,7 +58,7 @@ class Turns:
     def __init__(self) -> None:
         self._running = 0
         self._alone = 0  # that run or wait
-        self._changed = trio.Event()
+        self._changed: anyio.Event | None = None  # while somebody waits: a worker may be made outside of its loop
 
     @asynccontextmanager
     async def turn(self, *, alone: bool) -> AsyncIterator[None]:
@@ -66,6 +66,7 @@ class Turns:
         self._alone += alone
         try:
             while self._running if alone else self._alone:
+                self._changed = self._changed or anyio.Event()
                 await self._changed.wait()
             self._running += 1
             try:
@@ -74,14 +75,15 @@ class Turns:
                 self._running -= 1
         finally:
             self._alone -= alone
-            self._changed.set()
-            self._changed = trio.Event()
+            if self._changed is not None:
+                self._changed.set()
+                self._changed = None
 
 
 class Attempts:
     """The notes of one partition, under one lease."""
 
-    def __init__(self, client: TrioClient, tube: str, part: Part) -> None:
+    def __init__(self, client: AsyncClient, tube: str, part: Part) -> None:
         self._client = client
         self._tube = tube
         self._part = part
@@ -91,7 +93,7 @@ class Attempts:
         self._suspects: set[str] = set()
         self._ends: dict[str, int] = {}
         self._asked = self._written = 0  # notes
-        self._writing = trio.Lock()
+        self._writing = anyio.Lock()
         self._left = CAREFUL_ROWS
         self.careful = False
 

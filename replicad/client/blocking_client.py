@@ -321,4 +321,4 @@ class BlockingClient(ClientRequests):
 
 
 open_client = BlockingClient
-"""The name that the client for trio programs has, for programs that exist in both forms."""
+"""The name that the async client has, for programs that exist in both forms."""

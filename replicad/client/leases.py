@@ -17,18 +17,18 @@ from sys import _current_frames as current_frames
 from threading import get_ident
 from traceback import extract_stack
 
-import trio
+import anyio
 
+from replicad.client.async_client import AsyncClient, when_ready
 from replicad.client.attempts import CLEAN
 from replicad.client.refusals import may_pass
 from replicad.client.sharing import Quota
-from replicad.client.trio_client import TrioClient, when_ready
 from replicad.errors import LeaseHeld, LeaseLost, ReplicadError
 from replicad.eventlog import get_logger
-from replicad.nurseries import open_plain_nursery
+from replicad.loops import another_loop, call_from_threads, open_plain_tasks
 from replicad.tubes.commands import MAX_KEPT, Part
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+OpenClient = Callable[[], AbstractAsyncContextManager[AsyncClient]]
 
 RENEWALS = 3  # in a time to live: one may fail
 RETRIES = 10  # of a failed renewal in a time to live
@@ -46,13 +46,13 @@ class Past:
     clean: bool
 
 
-async def give_back(client: TrioClient, tube: str, part: Part, past: Past) -> None:
+async def give_back(client: AsyncClient, tube: str, part: Part, past: Past) -> None:
     """Release a lease, and say that it ends cleanly, if it does. Raises ReplicadError."""
     await note_end(client, tube, part, past)
     await client.release(tube, part, past.term)
 
 
-async def note_end(client: TrioClient, tube: str, part: Part, past: Past) -> None:
+async def note_end(client: AsyncClient, tube: str, part: Part, past: Past) -> None:
     """Say that a lease ends cleanly, if it does and is still held. Raises ReplicadError."""
     if past.clean:
         with suppress(LeaseLost):
@@ -67,9 +67,9 @@ class ClaimConnection:
     count. `quota`: how many leases the worker may hold.
     """
 
-    client: TrioClient
+    client: AsyncClient
     quota: Quota
-    turn: trio.Lock = field(default_factory=trio.Lock)
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
 
 
 class Holding:
@@ -86,7 +86,7 @@ class Holding:
         self.term = 0
         self.generation: str | None = None  # of the tube's history; the lease is void in any other
         self.due = 0.0
-        self.scope = trio.CancelScope()
+        self.scope = anyio.CancelScope()
 
     async def claim(self, claims: ClaimConnection, wait: float, answered: Callable[[], None]) -> None:
         """Get the lease and a deadline that is not near. `answered` is called when another worker has it.
@@ -99,7 +99,7 @@ class Holding:
         """
         while True:
             await claims.quota.wait_free()
-            ready = trio.Event()
+            ready = anyio.Event()
             when_ready(claims.client, self._tube, self._part, ready.set)
             try:
                 async with claims.turn:
@@ -109,20 +109,20 @@ class Holding:
                     claims.quota.take()
             except LeaseHeld:
                 answered()
-                with trio.move_on_after(wait):
+                with anyio.move_on_after(wait):
                     await ready.wait()
             else:
                 return
 
-    async def _ask(self, client: TrioClient, wait: float) -> None:
-        self._asked = trio.current_time()
+    async def _ask(self, client: AsyncClient, wait: float) -> None:
+        self._asked = anyio.current_time()
         holder = holder_word(client, self._key)
         lease = await client.claim(self._tube, self._part, ttl=self._ttl, wait=wait, holder=holder, ready=True)
         self.term, self.generation = lease.term, lease.generation
-        if trio.current_time() >= self._asked + self._ttl / RENEWALS:  # when in this time it was given is unknown
-            self._asked = trio.current_time()
+        if anyio.current_time() >= self._asked + self._ttl / RENEWALS:  # when in this time it was given is unknown
+            self._asked = anyio.current_time()
             await client.renew(self._tube, self._part, self.term)
-        if trio.current_time() >= self._deadline():
+        if anyio.current_time() >= self._deadline():
             raise LeaseLost(
                 f"RENEW of {self._part} of tube {self._tube} took longer than the lease lives ({self._ttl:g} s): "
                 "give the worker a longer lease_ttl"
@@ -137,15 +137,15 @@ class Holding:
     async def watch(self) -> None:
         """Cancel the scope at the deadline, which another thread may move meanwhile.
 
-        So the scope has no deadline of its own: after a blocked loop trio would cancel it before it is looked at again.
+        So the scope has no deadline of its own: after a blocked loop it would end before the deadline is looked at.
         """
-        while trio.current_time() < self._deadline():
-            await trio.sleep_until(self._deadline())
+        while anyio.current_time() < self._deadline():
+            await anyio.sleep_until(self._deadline())
         self.scope.cancel()
 
     def try_again(self) -> None:
         """A renewal has failed for a reason that may pass. The deadline stays; the next try may be in time."""
-        self.due = trio.current_time() + self._ttl / RETRIES
+        self.due = anyio.current_time() + self._ttl / RETRIES
 
     def lose(self, error: ReplicadError) -> None:
         """The daemon refused the term: stop now. `error` is what `failure` returns."""
@@ -167,19 +167,19 @@ class Holding:
 
         A cancelled call may still take effect, so no other worker may get its ids before the deadline.
         """
-        over = self._lost is not None or trio.current_time() >= self._deadline()
+        over = self._lost is not None or anyio.current_time() >= self._deadline()
         return Past(self.term, self._deadline() if busy else 0.0, clean=not (busy and over))
 
     def _deadline(self) -> float:
         return self._asked + self._ttl
 
 
-def word_of(client: TrioClient) -> str:
+def word_of(client: AsyncClient) -> str:
     """The client's name as one word of a command."""
     return "_".join(client._target.us.name.split())
 
 
-def holder_word(client: TrioClient, key: str) -> str:
+def holder_word(client: AsyncClient, key: str) -> str:
     """The holder of the leases of a process, by its key."""
     return f"{word_of(client)}!{key}"
 
@@ -211,11 +211,12 @@ class LeaseKeeper:
         self._blocked = blocked
         self._held: dict[int, Holding] = {}  # by term; both threads use it
         self._alive = 0.0  # when the worker's loop ran
-        self._worker: trio.lowlevel.TrioToken | None = None
+        self._in_worker: Callable[[Callable[[], None]], None]
         self._worker_thread = 0
-        self._own: trio.lowlevel.TrioToken | None = None
-        self._added = trio.Event()  # of the own loop
-        self._scope = trio.CancelScope()
+        self._in_own: Callable[[Callable[[], None]], None] | None = None
+        self._added = anyio.Event()  # of the own loop
+        self._scope: anyio.CancelScope | None = None  # likewise
+        self._over = False
 
     @contextmanager
     def keeping(self, holding: Holding) -> Iterator[None]:
@@ -229,45 +230,46 @@ class LeaseKeeper:
 
     async def run(self) -> None:
         """Renew until cancelled."""
-        self._worker, self._worker_thread = trio.lowlevel.current_trio_token(), get_ident()
-        self._alive = trio.current_time()
-        clock = trio.lowlevel.current_clock()  # both loops have the same time
-        async with open_plain_nursery() as nursery:
-            nursery.start_soon(self._show_life)
+        self._in_worker, self._worker_thread = call_from_threads(), get_ident()
+        self._alive = anyio.current_time()
+        run = another_loop()
+        async with open_plain_tasks() as tasks:
+            tasks.start_soon(self._show_life)
             try:
-                await trio.to_thread.run_sync(
-                    partial(trio.run, self._run, clock=clock), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+                await anyio.to_thread.run_sync(
+                    partial(run, self._run), abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
                 )
             finally:
-                self._in_own_loop(self._scope.cancel)
-                nursery.cancel_scope.cancel()
+                self._over = True
+                self._in_own_loop(self._look)
 
     async def _show_life(self) -> None:
         while True:
-            self._alive = trio.current_time()
-            await trio.sleep(self._ttl / RENEWALS / 4)
+            self._alive = anyio.current_time()
+            await anyio.sleep(self._ttl / RENEWALS / 4)
 
     # --- in the own thread ---
 
     async def _run(self) -> None:
         """Renew until the scope is cancelled. The connection is this task's own: on others a request may take long."""
-        self._own = trio.lowlevel.current_trio_token()
-        with self._scope:
-            async with open_plain_nursery() as nursery:
-                nursery.start_soon(self._watch)
+        self._in_own = call_from_threads()
+        with anyio.CancelScope() as self._scope:
+            self._look()  # it may be over already
+            async with open_plain_tasks() as tasks:
+                tasks.start_soon(self._watch)
                 async with self._open_client() as client:
                     await self._renew_until_cancelled(client)
 
-    async def _renew_until_cancelled(self, client: TrioClient) -> None:
+    async def _renew_until_cancelled(self, client: AsyncClient) -> None:
         while True:
-            self._added = trio.Event()
-            now = trio.current_time()
+            self._added = anyio.Event()
+            now = anyio.current_time()
             due = min((holding.due for holding in self._held.copy().values()), default=float("inf"))
             if now < due:
-                with trio.move_on_at(due):
+                with anyio.CancelScope(deadline=due):
                     await self._added.wait()
             elif now > self._alive + self._patience:
-                await trio.sleep(self._ttl / RETRIES)
+                await anyio.sleep(self._ttl / RETRIES)
             else:
                 await self._renew(client)
 
@@ -275,8 +277,8 @@ class LeaseKeeper:
         """Report that the worker's loop stands still, and where."""
         reported = 0.0  # the last sign of life that was reported
         while True:
-            await trio.sleep(self._ttl / RENEWALS / 4)
-            alive, late = self._alive, trio.current_time() - self._alive
+            await anyio.sleep(self._ttl / RENEWALS / 4)
+            alive, late = self._alive, anyio.current_time() - self._alive
             if late > self._ttl / RENEWALS and alive != reported:
                 reported = alive
                 where = extract_stack(current_frames().get(self._worker_thread), limit=3)
@@ -285,12 +287,12 @@ class LeaseKeeper:
                     tube=self._tube,
                     seconds=round(late, 1),
                     where=" < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(where)),
-                    remedy="call what blocks with trio.to_thread.run_sync",
+                    remedy="call what blocks in a thread: asyncio.to_thread, trio.to_thread.run_sync",
                 )
                 self._in_worker(self._blocked)
 
-    async def _renew(self, client: TrioClient) -> None:
-        asked = trio.current_time()
+    async def _renew(self, client: AsyncClient) -> None:
+        asked = anyio.current_time()
         soon = asked + self._ttl / RENEWALS / 2
         held = self._held.copy()
         near = sorted((holding.due, term) for term, holding in held.items() if holding.due <= soon)
@@ -317,13 +319,9 @@ class LeaseKeeper:
 
     def _look(self) -> None:
         self._added.set()
-
-    def _in_worker(self, call: Callable[[], None]) -> None:
-        with suppress(trio.RunFinishedError):
-            assert self._worker is not None
-            self._worker.run_sync_soon(call)
+        if self._over and self._scope is not None:
+            self._scope.cancel()
 
     def _in_own_loop(self, call: Callable[[], None]) -> None:
-        with suppress(trio.RunFinishedError):
-            if self._own is not None:  # else it begins with a look
-                self._own.run_sync_soon(call)
+        if self._in_own is not None:  # else it begins with a look
+            self._in_own(call)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-import trio
+import anyio
 
 from replicad.client.requests import Pod
 from replicad.errors import DownstreamError
@@ -276,14 +276,14 @@ async def collect(
             stale = list(await stale_ids(pod.shard, before, step))[:step]
         except Exception as error:  # noqa: BLE001 - of the user; it is called again
             log.warning("stale_ids_failed", shard=pod.shard, seq=pod.seq, error=repr(error))
-            await trio.sleep(backoff.next_delay())
+            await anyio.sleep(backoff.next_delay())
             continue
         backoff.reset()
         if not stale:
             if empty:
                 return total
             empty = True
-            await trio.sleep(settle)
+            await anyio.sleep(settle)
             continue
         fruitless = fruitless + 1 if stale == before_that else 0
         if fruitless >= FRUITLESS_STEPS:
@@ -292,7 +292,7 @@ async def collect(
                 "were written or deleted; does it keep the seq of touches with its rows?"
             )
         if empty or fruitless:  # recent writes may not be visible to it yet
-            await trio.sleep(settle)
+            await anyio.sleep(settle)
         empty, before_that = False, stale
         ledger.add_to(pod.seq, pod.shard, "G", stale)
         total += len(set(stale))

@@ -2,7 +2,7 @@
 
 Each request is declared once, as a method of `ClientRequests`: the steps that send it (see `steps`), and a function
 that interprets the answer. Each client has a driver that performs the steps on its kind of connection. In the blocking
-client a method returns the result, in the trio client it is awaited. Names, parameters and defaults are the same in
+client a method returns the result, in the async client it is awaited. Names, parameters and defaults are the same in
 both.
 
 Requests are sent one at a time on a connection, so the next answer belongs to the last request. PINGs, and commands
@@ -154,7 +154,7 @@ _ANSWERS = frozenset(kind.ANSWER for kind in VOCABULARY if kind.ANSWER) - _FOLLO
 class PodBounds(TypedDict, total=False):
     """PodBounds of an answer to PODS: pods, ids, backfill pods; and seconds to wait if there are none.
 
-    `ready`: do not wait; the daemon sends READY within that time (see `trio_client.when_ready`). `early`: also pods
+    `ready`: do not wait; the daemon sends READY within that time (see `async_client.when_ready`). `early`: also pods
     that a cursor cannot pass yet, because an earlier transaction is open, but not the pods with these seqs (0: none).
     """
 
@@ -410,7 +410,7 @@ class Awaits(Protocol):
 
 
 class _Method(Generic[P, B, A]):
-    """A method of both clients: it returns a `B` in the blocking client; the trio client awaits an `A`."""
+    """A method of both clients: it returns a `B` in the blocking client; the async client awaits an `A`."""
 
     def __init__(self, describe: Callable[..., Any], driver: str) -> None:
         @wraps(describe)
@@ -440,7 +440,7 @@ def read(describe: Callable[Concatenate[Any, P], PodRequest[T]]) -> _Method[P, P
 
 
 class ClientRequests:
-    """The requests to one daemon. In the trio client the methods are awaited for their result.
+    """The requests to one daemon. In the async client the methods are awaited for their result.
 
     Every request raises ConnectionLost if the connection ends or an answer does not come in time, NotAuthorised and
     WrongServer if the server is not ours, RemoteProtocolError if it does not speak our protocol, and for a refusal of
@@ -487,7 +487,7 @@ class ClientRequests:
     ) -> WholeRequest[Lease]:
         """The lease of a partition; waits up to `wait` if another client holds it. Raises LeaseHeld.
 
-        `ready`: do not wait; the daemon sends READY within that time (see `trio_client.when_ready`).
+        `ready`: do not wait; the daemon sends READY within that time (see `async_client.when_ready`).
         """
         return _one(Claim(tube, part, ttl, wait, holder, ready, generation=True), Lease, lambda answer: answer)
 
@@ -591,7 +591,7 @@ class ClientRequests:
         """Say that a worker is alive which divides the partitions of a tube with others, for `ttl` seconds (0: it
         ends). The answer says how many it should hold. `holder`: as of its leases.
 
-        `ready`: the daemon sends READY when a lease of the tube is over (see `trio_client.when_ready`).
+        `ready`: the daemon sends READY when a lease of the tube is over (see `async_client.when_ready`).
         """
         return _one(PartitionShare(tube, ttl, holder, ready), PartitionShare, lambda answer: answer)
 

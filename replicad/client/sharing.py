@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import trio
+import anyio
 
+from replicad.client.async_client import AsyncClient, when_ready
 from replicad.client.refusals import may_pass
-from replicad.client.trio_client import TrioClient, when_ready
 from replicad.errors import ReplicadError
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
@@ -35,8 +35,8 @@ class Quota:
     def __init__(self, most: float) -> None:
         self.most = most
         self.held = 0
-        self.changed = trio.Event()
-        self._has_room = trio.Event()
+        self.changed = anyio.Event()
+        self._has_room = anyio.Event()
 
     @property
     def free(self) -> bool:
@@ -61,7 +61,7 @@ class Quota:
     def stir(self) -> None:
         """A lease of this or of another worker is over."""
         self.changed.set()
-        self.changed = trio.Event()
+        self.changed = anyio.Event()
 
     async def wait_free(self) -> None:
         """Wait until another lease may be claimed."""
@@ -71,7 +71,7 @@ class Quota:
     def _look(self) -> None:
         if self.free:
             self._has_room.set()
-            self._has_room = trio.Event()
+            self._has_room = anyio.Event()
 
 
 class PartitionSharing:
@@ -86,7 +86,7 @@ class PartitionSharing:
         self._give_one = give_one
         self._free_since: float | None = None
 
-    async def follow(self, client: TrioClient, holder: str, partitions: int) -> None:
+    async def follow(self, client: AsyncClient, holder: str, partitions: int) -> None:
         """Follow the share until the tube has another number of partitions than these.
 
         It asks on the connection for claims: a worker that cannot claim is not counted either.
@@ -104,17 +104,17 @@ class PartitionSharing:
                 if not may_pass(error):
                     raise
                 log.info("share_unknown", tube=self._tube, code=error.code, error=str(error))
-                await trio.sleep(pause.next_delay())
+                await anyio.sleep(pause.next_delay())
                 continue
             if share.partitions != partitions:
                 return
-            moving = self.settle(share, trio.current_time())
-            with trio.move_on_after(pause.next_delay() if moving else self._interval):
+            moving = self.settle(share, anyio.current_time())
+            with anyio.move_on_after(pause.next_delay() if moving else self._interval):
                 await changed.wait()
             if changed.is_set() == moving:
                 pause.reset()
             elif changed.is_set():
-                await trio.sleep(pause.next_delay())
+                await anyio.sleep(pause.next_delay())
 
     def settle(self, share: PartitionShare, now: float) -> bool:
         """Follow one answer. True: this worker holds too many, so the next answer is wanted soon."""

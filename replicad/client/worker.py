@@ -1,4 +1,4 @@
-"""A worker without Spark: a trio program that passes the touched ids of a tube to the user's async function.
+"""A worker without Spark: it passes the touched ids of a tube to the user's async function, on trio or asyncio.
 
 It is a TCP client of the daemon. One task per partition claims the lease, reads pods ahead up to a bound, processes
 their ids in parallel batches (an id only once at a time), and acks each pod as soon as all its ids are processed. A
@@ -11,14 +11,18 @@ partition has pods or its lease is free.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-import trio
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
 
+from replicad.client.async_client import AsyncClient, when_ready
 from replicad.client.attempts import CAREFUL_IDS, Attempts, Turns, control_key, row_key
 from replicad.client.calls import Calls, CallTimeout
 from replicad.client.leases import (
@@ -38,7 +42,6 @@ from replicad.client.refusals import may_pass
 from replicad.client.requests import Pod, garbage_before
 from replicad.client.sharing import PartitionSharing, Quota
 from replicad.client.triage import Triage, Trial
-from replicad.client.trio_client import TrioClient, when_ready
 from replicad.client.worker_history import OnFork, WorkerHistory
 from replicad.errors import (
     CursorAhead,
@@ -52,7 +55,7 @@ from replicad.errors import (
 )
 from replicad.eventlog import get_logger
 from replicad.groups import leaves, raise_as_it_was
-from replicad.nurseries import open_plain_nursery
+from replicad.loops import calling, open_plain_tasks
 from replicad.protocol.tokens import START, Cursor
 from replicad.retry import Backoff
 from replicad.tubes.commands import MAX_TABLES, Part
@@ -151,6 +154,29 @@ TABLES_ASKED = 60.0  # seconds for which the name of a table is used
 BACKFILL_SHARE = 0.5  # of the memory: the rest is for live pods
 
 
+class WorkQueue(Generic[T]):
+    """Things that wait for one task. A cancelled `take` leaves them."""
+
+    def __init__(self) -> None:
+        self._things: deque[T] = deque()
+        self._more = anyio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._things)
+
+    def put(self, thing: T) -> None:
+        """Add one at the end."""
+        self._things.append(thing)
+        self._more.set()
+
+    async def take(self) -> T:
+        """Wait for the first, and remove it."""
+        while not self._things:
+            self._more = anyio.Event()
+            await self._more.wait()
+        return self._things.popleft()
+
+
 class Partition:
     """One partition under one lease: reads pods ahead, processes their ids, acks, and parks what always fails.
 
@@ -161,7 +187,7 @@ class Partition:
     """
 
     def __init__(
-        self, work: Work, client: TrioClient, claims: ClaimConnection, keeper: LeaseKeeper, part: Part
+        self, work: Work, client: AsyncClient, claims: ClaimConnection, keeper: LeaseKeeper, part: Part
     ) -> None:
         """`client` is for pods; other partitions may use it too. `claims` claims the lease, `keeper` renews it."""
         self._work_for = work
@@ -189,15 +215,15 @@ class Partition:
         self._giving_back = False
         self._one_by_one = 0  # pods to read alone, because a read of several has failed
         self._failed_reads = 0  # of the next pod
-        self._stirred = trio.Event()  # set when a batch has ended, or pods have come; then replaced
+        self._stirred = anyio.Event()  # set when a batch has ended, or pods have come; then replaced
         self._read_at = 0.0  # when to read again, if nothing stirs before
         self._ready = False  # READY came since the last read began
         self._left_backfill = False  # the last read left out backfill pods, for which there was no memory
-        self._processed = trio.Event()  # set when ids were processed; then replaced
+        self._processed = anyio.Event()  # set when ids were processed; then replaced
         self._ends: dict[int, tuple[Pod, int]] = {}  # seq: held control pod of a backfill, and its start_seq
-        self._controls, self._next_controls = trio.open_memory_channel[tuple[Pod, int | None]](float("inf"))
+        self._controls: WorkQueue[tuple[Pod, int | None]] = WorkQueue()
         self._logged_at = float("-inf")
-        self._to_park, self._next_to_park = trio.open_memory_channel[tuple[Touch, int, Exception]](float("inf"))
+        self._to_park: WorkQueue[tuple[Touch, int, Exception]] = WorkQueue()
         self._claims = claims
         self._keeper = keeper
         self._lease = Holding(work.tube, part, work.key, work.settings.lease_ttl)
@@ -230,13 +256,13 @@ class Partition:
         self._work_for.ledgers.append(self._ledger)
         try:
             with lease.scope, self._keeper.keeping(lease):
-                async with open_plain_nursery() as nursery:
-                    nursery.start_soon(lease.watch)
+                async with open_plain_tasks() as tasks:
+                    tasks.start_soon(lease.watch)
                     await self._work_for.history.enter(self._client, lease.generation)
                     await self._attempts.begin(lease.term)
                     self._set_care()
-                    await self._work(nursery)
-                    nursery.cancel_scope.cancel()
+                    await self._work(tasks)
+                    tasks.cancel_scope.cancel()
         finally:
             self._work_for.ledgers.remove(self._ledger)
         if lease.scope.cancelled_caught or lease.lost:
@@ -245,7 +271,7 @@ class Partition:
     async def _end_past(self) -> None:
         """Give back the lease before, if this process may still hold it. Raises ReplicadError."""
         if (past := self._work_for.past.get(self.part)) is not None:
-            await trio.sleep_until(past.until)
+            await anyio.sleep_until(past.until)
             await give_back(self._claims.client, self._tube, self.part, past)
             del self._work_for.past[self.part]
 
@@ -269,12 +295,12 @@ class Partition:
         self._giving_back = True
         self._stirred.set()
 
-    async def _work(self, nursery: trio.Nursery) -> None:
+    async def _work(self, tasks: TaskGroup) -> None:
         """Work until the lease is to be given back and no call is under way."""
-        nursery.start_soon(self._call_control, nursery)
-        nursery.start_soon(self._park_failed)
+        tasks.start_soon(self._call_control, tasks)
+        tasks.start_soon(self._park_failed)
         while True:
-            self._stirred = trio.Event()
+            self._stirred = anyio.Event()
             await self._ack()
             if self._giving_back:
                 if not self._calls:
@@ -282,12 +308,12 @@ class Partition:
                 await self._stirred.wait()
                 continue
             if (end := self._ends.pop(self._ledger.oldest or 0, None)) is not None:
-                nursery.start_soon(self._collect, *end)
-            await self._begin_calls(nursery)
+                tasks.start_soon(self._collect, *end)
+            await self._begin_calls(tasks)
             came = await self._read() if self._wants_pods() else 0
-            await self._begin_calls(nursery)
+            await self._begin_calls(tasks)
             if not came:
-                with trio.move_on_at(min(self._triage.due(), self._read_due())):
+                with anyio.CancelScope(deadline=min(self._triage.due(), self._read_due())):
                     await self._stirred.wait()
 
     def _set_care(self) -> None:
@@ -298,10 +324,10 @@ class Partition:
         triage.most = careful if attempts.careful else settings.batch_ids
         triage.is_suspect = (lambda touch: attempts.is_suspect(row_key(touch))) if attempts.careful else None
 
-    async def _begin_calls(self, nursery: trio.Nursery) -> None:
-        while (trial := self._triage.next(trio.current_time())) is not None:
-            nursery.start_soon(self._process, trial)
-            await trio.lowlevel.checkpoint()  # so that the oldest ids begin first: trio runs new tasks in any order
+    async def _begin_calls(self, tasks: TaskGroup) -> None:
+        while (trial := self._triage.next(anyio.current_time())) is not None:
+            tasks.start_soon(self._process, trial)
+            await anyio.lowlevel.checkpoint()  # so that the oldest ids begin first: trio runs new tasks in any order
 
     # --- pods ---
 
@@ -314,7 +340,7 @@ class Partition:
     def _wants_pods(self) -> bool:
         if self._left_backfill and self._room(BACKFILL_SHARE / 2) > 0:
             self._read_at = 0.0
-        return trio.current_time() >= self._read_due()
+        return anyio.current_time() >= self._read_due()
 
     def _read_due(self) -> float:
         return self._read_at if self._room(0.9) > 0 or not self._ledger.pods else float("inf")
@@ -355,7 +381,7 @@ class Partition:
             await self._attempts.relax(empty=not found and not self._ledger.pods)
             self._set_care()
         if not found and not self._ready:
-            self._read_at = trio.current_time() + settings.poll
+            self._read_at = anyio.current_time() + settings.poll
         await self._learn_tables({pod.shard for pod in found})
         came = 0
         for pod in found:
@@ -370,7 +396,7 @@ class Partition:
 
     async def _learn_tables(self, shards: set[int]) -> None:
         """Ask of which tables these shards are. A table may be renamed, so after TABLES_ASKED it is asked again."""
-        known, now = self._ledger.tables, trio.current_time()
+        known, now = self._ledger.tables, anyio.current_time()
         if now >= self._tables_until:
             known.clear()
             self._tables_until = now + TABLES_ASKED
@@ -393,7 +419,7 @@ class Partition:
             return
         self._failed_reads += 1
         self._counts.failed_calls += 1
-        self._read_at = trio.current_time() + self._pause(self._failed_reads - 1)
+        self._read_at = anyio.current_time() + self._pause(self._failed_reads - 1)
         certain = isinstance(error, RemoteProtocolError)  # another error may come from the daemon
         if not 0 < self._settings.tries <= self._failed_reads or not (certain or self._unproven_once()):
             return
@@ -413,13 +439,14 @@ class Partition:
         control = not pod.ids and work.control is not None
         self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids, held=control or before is not None)
         if control:
-            self._controls.send_nowait((pod, before))
+            self._controls.put((pod, before))
         elif before is not None:
             self._ends[pod.seq] = (pod, before)
 
-    async def _call_control(self, nursery: trio.Nursery) -> None:
+    async def _call_control(self, tasks: TaskGroup) -> None:
         """Give the control pods to the user's function, in their order. A pod that fails is tried again beside."""
-        async for pod, before in self._next_controls:
+        while True:
+            pod, before = await self._controls.take()
             successes = self._triage.successes
             if (verdict := self._attempts.verdict(control_key(pod.seq))) is not None:
                 if await self._put_aside(pod.seq, [], 1, verdict):
@@ -430,7 +457,7 @@ class Partition:
             if error is None:
                 self._end_hold(pod, before)
             else:
-                nursery.start_soon(self._retry_control, pod, before, error, successes)
+                tasks.start_soon(self._retry_control, pod, before, error, successes)
 
     def _end_hold(self, pod: Pod, before: int | None) -> None:
         if before is None:
@@ -449,7 +476,7 @@ class Partition:
                     self._ledger.forget(pod.seq)
                     self._stirred.set()
                 return
-            await trio.sleep(self._pause(tries - 1))
+            await anyio.sleep(self._pause(tries - 1))
             tries += 1
             error = await self._try_control(pod)
         self._end_hold(pod, before)
@@ -505,7 +532,8 @@ class Partition:
     async def _stale_ids(self, pod: Pod, shard: int, before: int, limit: int) -> Sequence[Key]:
         assert self._work_for.stale_ids is not None
         async with self._call_about(pod), self._counted():
-            return await self._work_for.stale_ids(shard, before, limit)
+            with calling():
+                return await self._work_for.stale_ids(shard, before, limit)
 
     async def _wait_processed(self) -> None:
         self._stirred.set()  # there is something to process
@@ -518,15 +546,15 @@ class Partition:
         keys = [row_key(touch) for touch in trial.touches] if self._attempts.careful else []
         if trial.alone and (verdict := self._attempts.verdict(keys[0])) is not None:
             self._triage.drop(trial)
-            self._to_park.send_nowait((trial.touches[0], trial.tries, verdict))
+            self._to_park.put((trial.touches[0], trial.tries, verdict))
             self._stirred.set()
             return
         whole = Batch(self._tube, tuple(trial.touches), self.part, self._lease.term)
         self._work_for.history.note(self._lease.generation, max(touch.seq for touch in whole.touches))
         async with self._work_for.turns.turn(alone=trial.alone), self._attempts.call(keys, alone=trial.alone):
-            began = trio.current_time()
+            began = anyio.current_time()
             error = await self._attempt(self._work_for.handle, whole)
-            now = trio.current_time()
+            now = anyio.current_time()
         if error is None:
             self._triage.succeeded(trial, now, slow=now - began > self._settings.call_timeout / 4)
             self._work_for.unproven.discard(self.part.partition)
@@ -534,7 +562,7 @@ class Partition:
                 self._counts.processed += len(trial.touches)
                 self._finish(trial.touches)
         elif self._triage.failed(trial, now, hung=isinstance(error, CallTimeout), tries=self._tries_of(error)):
-            self._to_park.send_nowait((trial.touches[0], trial.tries, error))
+            self._to_park.put((trial.touches[0], trial.tries, error))
         self._stirred.set()
 
     async def _attempt(self, function: Callable[[T], Awaitable[None]], what: T) -> Exception | None:
@@ -545,7 +573,7 @@ class Partition:
             return None
         self._counts.failed_calls += 1
         self._counts.lost_calls += isinstance(error, CallTimeout) and error.lost
-        now = trio.current_time()
+        now = anyio.current_time()
         if now >= self._logged_at + LOG_INTERVAL:
             self._logged_at = now
             ids = len(what.touches) if isinstance(what, Batch) else 0
@@ -559,7 +587,7 @@ class Partition:
         A call that was cancelled stays counted.
         """
         if self._giving_back:
-            await trio.sleep_forever()  # until the present calls have ended
+            await anyio.sleep_forever()  # until the present calls have ended
         self._calls += 1
         try:
             yield
@@ -595,7 +623,7 @@ class Partition:
     def _finish(self, touches: Sequence[Touch]) -> None:
         self._ledger.done(touches)
         self._processed.set()
-        self._processed = trio.Event()
+        self._processed = anyio.Event()
         self._stirred.set()
 
     async def _put_aside(self, seq: int, ids: list[int], tries: int, error: Exception) -> bool:
@@ -612,11 +640,10 @@ class Partition:
 
     async def _park_failed(self) -> None:
         """Park the ids that have failed too often. They hold no place meanwhile."""
-        async for first in self._next_to_park:
-            failed = [first]
-            with suppress(trio.WouldBlock):
-                while len(failed) < PARKED_AT_ONCE:
-                    failed.append(self._next_to_park.receive_nowait())
+        while True:
+            failed = [await self._to_park.take()]
+            while self._to_park and len(failed) < PARKED_AT_ONCE:
+                failed.append(await self._to_park.take())
             alike: dict[tuple[int, int, str], tuple[list[int], Exception]] = {}  # ids of one pod with one error
             for touch, tries, error in failed:
                 for seq in touch.seqs:
@@ -694,13 +721,13 @@ class Worker:
         """
         work, backoff = self._work, Backoff(first=0.2, cap=10.0)
         while True:
-            began = trio.current_time()
+            began = anyio.current_time()
             partitions = await self._ask_for_partitions()
             mine = [n for n in range(partitions) if self._only is None or n in self._only]
             if not mine:
                 chosen = sorted(self._only or ())
                 log.warning("no_such_partitions", tube=work.tube, chosen=chosen, partitions=partitions)
-                await trio.sleep(max(ASK_AGAIN, work.settings.poll))
+                await anyio.sleep(max(ASK_AGAIN, work.settings.poll))
                 continue
             try:
                 await self._work_until_changed([Part(number, partitions) for number in mine])
@@ -709,15 +736,15 @@ class Worker:
                 raise
             log.info("partitions_changed", tube=work.tube, before=partitions)
             await self._give_back()
-            if trio.current_time() >= began + ROUND:
+            if anyio.current_time() >= began + ROUND:
                 backoff.reset()
-            await trio.sleep(backoff.next_delay())
+            await anyio.sleep(backoff.next_delay())
 
     async def _work_until_changed(self, parts: Sequence[Part]) -> None:
         """Work on these partitions until their number changes. Raises the first failure of a partition."""
         work = self._work
         failures: list[Exception] = []
-        changed = trio.Event()
+        changed = anyio.Event()
         keeper = LeaseKeeper(
             work.open_client, work.tube, work.settings.lease_ttl, work.settings.call_timeout, self._note_blocked
         )
@@ -726,28 +753,28 @@ class Worker:
             clients = [await stack.enter_async_context(work.open_client()) for _ in range(count)]
             quota = Quota(float("inf") if self._only is not None else 0)
             claims = ClaimConnection(await stack.enter_async_context(work.open_client()), quota)
-            async with open_plain_nursery() as nursery:
-                work.calls.begin(nursery)
-                nursery.start_soon(self._report)
-                nursery.start_soon(keeper.run)
+            async with open_plain_tasks() as tasks:
+                work.calls.begin(tasks)
+                tasks.start_soon(self._report)
+                tasks.start_soon(keeper.run)
                 for part in parts:
                     made = partial(Partition, work, clients[part.partition % count], claims, keeper, part)
-                    nursery.start_soon(self._note_failure, partial(self._keep_working, made), changed, failures)
+                    tasks.start_soon(self._note_failure, partial(self._keep_working, made), changed, failures)
                 if self._only is None:
                     share = partial(self._share, claims, len(parts))
-                    nursery.start_soon(self._note_failure, share, changed, failures)
+                    tasks.start_soon(self._note_failure, share, changed, failures)
                 elif WHOLE in parts:
-                    nursery.start_soon(self._notice_partitions, claims.client, changed)
+                    tasks.start_soon(self._notice_partitions, claims.client, changed)
                 await changed.wait()
         if failures:
             raise_as_it_was(failures[0])
 
-    async def _notice_partitions(self, client: TrioClient, changed: trio.Event) -> None:
+    async def _notice_partitions(self, client: AsyncClient, changed: anyio.Event) -> None:
         """Set `changed` when the tube has more than one partition. No request about 0/1 shows it: 0/1 is always the
         whole tube, and while this worker has its lease no other worker gets a partition.
         """
         while True:
-            await trio.sleep(PARTITIONS_ASKED)
+            await anyio.sleep(PARTITIONS_ASKED)
             try:
                 if await client.tube(self._work.tube) != 1:
                     changed.set()
@@ -756,7 +783,7 @@ class Worker:
                 log.info("partitions_not_asked", tube=self._work.tube, code=error.code, error=str(error))
 
     async def _note_failure(
-        self, task: Callable[[], Awaitable[None]], changed: trio.Event, failures: list[Exception]
+        self, task: Callable[[], Awaitable[None]], changed: anyio.Event, failures: list[Exception]
     ) -> None:
         """Run a task that ends when the number of partitions changes. A failure ends the worker: `run` raises it."""
         try:
@@ -785,7 +812,7 @@ class Worker:
         work = self._work
         reported: dict[str, int] | None = None
         while True:
-            await trio.sleep(REPORT_INTERVAL)
+            await anyio.sleep(REPORT_INTERVAL)
             if work.history.open:
                 await self._ask_about_forks()
             counts = asdict(work.statistics)
@@ -813,7 +840,7 @@ class Worker:
         """Release the leases of partitions that are no more: they would keep us from the new ones until they expire."""
         while self._work.past:
             part, past = self._work.past.popitem()
-            await trio.sleep_until(past.until)
+            await anyio.sleep_until(past.until)
             with suppress(ReplicadError):
                 async with self._work.open_client() as client:
                     await give_back(client, self._work.tube, part, past)
@@ -823,8 +850,8 @@ class Worker:
 
         A cancelled call may still take effect: the lease of a partition where there was one expires instead.
         """
-        work, now = self._work, trio.current_time()
-        with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
+        work, now = self._work, anyio.current_time()
+        with anyio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
             async with work.open_client() as client:
                 if self._only is None:  # first: others ask for their share when a lease is over
                     await client.share(work.tube, holder=holder_word(client, work.key), ttl=0)
@@ -841,7 +868,7 @@ class Worker:
                 if not may_pass(error):
                     raise
                 log.info("tube_unknown_yet", tube=self._work.tube, code=error.code, error=str(error))
-            await trio.sleep(backoff.next_delay())
+            await anyio.sleep(backoff.next_delay())
 
     async def _keep_working(self, made: Callable[[], Partition]) -> None:
         """Work on a partition until the number of partitions changes; begin again after lost leases and connections."""
@@ -868,7 +895,7 @@ class Worker:
                 )
             finally:
                 self._at_work.remove(partition)
-            await trio.sleep(backoff.next_delay())
+            await anyio.sleep(backoff.next_delay())
 
 
 def _first(failure: Exception) -> ReplicadError:

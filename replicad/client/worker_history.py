@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-import trio
+import anyio
 
-from replicad.client.trio_client import TrioClient
+from replicad.client.async_client import AsyncClient
 from replicad.eventlog import get_logger
+from replicad.loops import calling
 from replicad.tubes.commands import Seen
 
 
@@ -52,32 +53,36 @@ class WorkerHistory:
         self._present: str | None = None
         self._passed_on: dict[str, int] = {}
         self._told: dict[str, int] = {}  # the same, as far as the user's function was called about it
-        self._asking = trio.Lock()
+        self._asking: anyio.Lock | None = None  # made when it is used: a worker may be made outside of its loop
 
     def note(self, generation: str | None, seq: int) -> None:
         """A pod with this seq is passed on, under a lease of that generation."""
         if generation is not None:
             self._passed_on[generation] = max(seq, self._passed_on.get(generation, 0))
 
-    async def enter(self, client: TrioClient, generation: str | None) -> None:
+    async def enter(self, client: AsyncClient, generation: str | None) -> None:
         """A lease of this generation was claimed: ask what is left of the generations before.
 
         Raises:
             ReplicadError: the daemon could not answer; it is asked with the next claim.
         """
         if generation is not None and generation != self._present:
-            async with self._asking:
+            async with self._one_at_a_time():
                 self._present = generation
             await self.ask(client)
+
+    def _one_at_a_time(self) -> anyio.Lock:
+        self._asking = self._asking or anyio.Lock()
+        return self._asking
 
     @property
     def open(self) -> bool:
         """Whether something of an earlier generation is not mended."""
         return any(generation != self._present for generation in self._passed_on)
 
-    async def ask(self, client: TrioClient) -> None:
+    async def ask(self, client: AsyncClient) -> None:
         """Ask what is left of earlier generations. Raises ReplicadError."""
-        async with self._asking:
+        async with self._one_at_a_time():
             for earlier, seq in [item for item in self._passed_on.items() if item[0] != self._present]:
                 answer = await client.seen(self._tube, earlier, seq)
                 told = answer.state == "same" or self._told.get(earlier) == seq or await self._tell(answer)
@@ -94,7 +99,8 @@ class WorkerHistory:
         if self._on_fork is None:
             return True
         try:
-            await self._on_fork(fork)
+            with calling():
+                await self._on_fork(fork)
         except Exception as error:  # noqa: BLE001 - of the user; it is called again
             log.warning("on_fork_failed", tube=self._tube, error=repr(error))
             return False

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import anyio
 
+from replicad.client.async_link import AsyncLink, open_link
 from replicad.client.link import DaemonTarget
 from replicad.client.refusals import concerns_one_request, may_pass, refusal
 from replicad.client.requests import Introduction
 from replicad.client.steps import Receive
-from replicad.client.trio_link import TrioLink, open_link
 from replicad.errors import ReplicadError
 from replicad.loops import open_plain_tasks
 from replicad.presence.commands import ClearUserSync, UserSync
@@ -78,7 +78,7 @@ class PresenceReporter:
         self._syncing: dict[Device, int] = {}  # when the user was last seen syncing, ms since 1970
         self._unsent: dict[Device, UserSync] = {}  # the last change of each device that was not sent yet
         self._reported = anyio.Event()
-        self._link: TrioLink | None = None
+        self._link: AsyncLink | None = None
         self._ended_by: ReplicadError | None = None
         self._connections = 0
         self._refused = 0
@@ -144,7 +144,7 @@ class PresenceReporter:
                     self._link.close()
                     self._link = None
 
-    async def _send_reports(self, link: TrioLink) -> None:
+    async def _send_reports(self, link: AsyncLink) -> None:
         while not link.closed:
             await self._reported.wait()
             self._reported = anyio.Event()
@@ -156,7 +156,7 @@ class PresenceReporter:
         if self._ended_by is not None:
             raise self._ended_by
 
-    async def _listen(self, link: TrioLink) -> None:
+    async def _listen(self, link: AsyncLink) -> None:
         """Count refusals, which leave the connection open. Any other ERROR, and the end of it, wake `_send_reports`."""
         try:
             while True:

@@ -1,6 +1,6 @@
 """The protocol state of one end of a connection, without I/O: bytes in, commands out, deadlines by the caller's clock.
 
-The server, the trio client and the blocking client use it. `next_deadline` returns when to call `due`.
+The server, the async client and the blocking client use it. `next_deadline` returns when to call `due`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import anyio
 import structlog
 from anyio.abc import ByteStream, SocketStream, TaskGroup
 
+from replicad.client.async_link import connect
 from replicad.client.link import DaemonTarget
-from replicad.client.trio_link import connect
 from replicad.config.settings import Address, parse_server
 from replicad.errors import ConnectionLost, RedisUnavailable, ReplicadError, UsageError
 from replicad.groups import leaves

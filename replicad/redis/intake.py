@@ -17,6 +17,7 @@ import structlog
 import trio
 from anyio.abc import ByteStream, SocketStream
 
+from replicad.client.async_client import AsyncClient, AsyncFollower
 from replicad.client.events import (
     Disconnected,
     GenerationBegan,
@@ -28,7 +29,6 @@ from replicad.client.events import (
 from replicad.client.link import DaemonTarget
 from replicad.client.refusals import named_stream
 from replicad.client.requests import Introduction
-from replicad.client.trio_client import TrioClient, TrioFollower
 from replicad.daemon.service import Inside
 from replicad.daemon.troubles import Troubles
 from replicad.errors import BadToken, ConnectionLost, ReplicadError, RowUnreadable, TokenAhead, TokenExpired
@@ -109,7 +109,7 @@ class Intake:
         """Follow until cancelled."""
         backoff = Backoff(self._pace.retry, self._pace.longest_retry)
         async with open_plain_tasks() as tasks:
-            client = TrioClient(self._target(), tasks)
+            client = AsyncClient(self._target(), tasks)
             while True:
                 try:
                     await self._follow(client)
@@ -137,10 +137,10 @@ class Intake:
             self._tokens[name] = begin
         self._troubles.record("service", "redis", "token", error)
 
-    async def _follow(self, client: TrioClient) -> None:
+    async def _follow(self, client: AsyncClient) -> None:
         """Follow until the list of streams changes or the bound is reached."""
         names = self.names = await self._names(client)
-        follower: TrioFollower[Any] = client.follow(
+        follower: AsyncFollower[Any] = client.follow(
             {name: self._tokens.get(name) for name in names},
             also=(PositionMoved, GenerationBegan, StreamStopped, Disconnected),
             patience=None,
@@ -166,7 +166,7 @@ class Intake:
 
     def _put(
         self,
-        follower: TrioFollower[Any],
+        follower: AsyncFollower[Any],
         events: list[StreamEvent],
         known: dict[str, FollowedGeneration],
         tokens: Mapping[str, str] | None,
@@ -184,12 +184,12 @@ class Intake:
         self.bytes += size + OVERHEAD
         self._came.set()
 
-    async def _names(self, client: TrioClient) -> frozenset[str]:
+    async def _names(self, client: AsyncClient) -> frozenset[str]:
         while not (names := frozenset(await client.streams())):
             await trio.sleep(self._pace.look)
         return names
 
-    async def _watch_names(self, client: TrioClient, names: frozenset[str], scope: trio.CancelScope) -> None:
+    async def _watch_names(self, client: AsyncClient, names: frozenset[str], scope: trio.CancelScope) -> None:
         """End the following when there are other streams."""
         found = names
         while found == names:

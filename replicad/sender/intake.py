@@ -18,6 +18,7 @@ from typing import TypeVar
 import structlog
 import trio
 
+from replicad.client.async_client import AsyncFollower, open_client
 from replicad.client.events import (
     Connected,
     Disconnected,
@@ -27,7 +28,6 @@ from replicad.client.events import (
     RowBatch,
     StreamStopped,
 )
-from replicad.client.trio_client import TrioFollower, open_client
 from replicad.errors import (
     BadToken,
     ConnectionLost,
@@ -62,7 +62,7 @@ log = structlog.get_logger()
 class Upstream:
     """A connection to the daemon that is made again when it was lost. Made by `client_upstream`."""
 
-    def __init__(self, follower: TrioFollower[UpstreamEvent]) -> None:
+    def __init__(self, follower: AsyncFollower[UpstreamEvent]) -> None:
         self._follower = follower
         self._acks: dict[str, FederationAck] = {}  # by stream; not sent yet
         self._new_ack = trio.Event()

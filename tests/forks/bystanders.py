@@ -16,10 +16,10 @@ from pathlib import Path
 
 import trio
 
-from replicad.caches.trio_invalidator import CacheInvalidator
+from replicad.caches.async_invalidator import CacheInvalidator
 from replicad.caches.writing import invalidate
+from replicad.client.async_client import open_client
 from replicad.client.events import Reset, RowBatch
-from replicad.client.trio_client import open_client
 from replicad.errors import DatabaseError, ReplicadError
 from replicad.postgres.bridge import Database, open_database
 from replicad.presence.reporter import open_presence

@@ -18,8 +18,8 @@ from typing import Any
 
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.events import Connected, Disconnected, Reset, RowBatch
-from replicad.client.trio_client import open_client
 from replicad.config.settings import Address
 from replicad.errors import DataLoss, ReplicadError
 from tests.sse import event_source

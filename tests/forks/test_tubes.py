@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from replicad.client.trio_client import open_client
+from replicad.client.async_client import open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.client.worker_history import TubeFork
 from replicad.config.settings import Address, ServerSettings

@@ -30,8 +30,8 @@ from pathlib import Path
 import psutil
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.events import RowBatch
-from replicad.client.trio_client import open_client
 from replicad.errors import ReplicadError
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.async_client import AsyncClient, open_client
 from replicad.config.limits import Limits
 from replicad.config.settings import Address, ServerSettings
 from replicad.postgres.bridge import Database
@@ -135,7 +135,7 @@ async def events(database: Database, daemon: Daemon) -> Database:
     return database
 
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+OpenClient = Callable[[], AbstractAsyncContextManager[AsyncClient]]
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import sys
 
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.requests import Pod
-from replicad.client.trio_client import open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 
 HOST, PORT, TUBE = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -9,7 +9,7 @@ import sys
 
 import trio
 
-from replicad.client.trio_client import open_client
+from replicad.client.async_client import open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 
 HOST, PORT, TUBE, STOP_AT = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])

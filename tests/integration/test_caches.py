@@ -17,13 +17,13 @@ import pytest
 import trio
 import trio.lowlevel
 
+from replicad.caches import async_invalidator
 from replicad.caches import blocking_invalidator as blocking
-from replicad.caches import trio_invalidator
 from replicad.caches.cache import Guard, Ticket
 from replicad.caches.registry import Caches, CachesStatistics
 from replicad.caches.writing import invalidate, invalidate_many
+from replicad.client.async_client import open_client
 from replicad.client.blocking_client import BlockingClient
-from replicad.client.trio_client import open_client
 from replicad.errors import StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
@@ -73,7 +73,7 @@ class BlockingWatched(Watched, blocking.BlockingCacheInvalidator):
     pass
 
 
-class TrioWatched(Watched, trio_invalidator.CacheInvalidator):
+class TrioWatched(Watched, async_invalidator.CacheInvalidator):
     pass
 
 

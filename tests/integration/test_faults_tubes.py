@@ -17,7 +17,7 @@ import psutil
 import pytest
 import trio
 
-from replicad.client.trio_client import open_client
+from replicad.client.async_client import open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.events import RowBatch
-from replicad.client.trio_client import open_client
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing

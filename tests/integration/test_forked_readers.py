@@ -15,8 +15,8 @@ from itertools import count
 import pytest
 import trio
 
+from replicad.client.async_client import AsyncClient, open_client
 from replicad.client.events import Reset, RowBatch
-from replicad.client.trio_client import TrioClient, open_client
 from replicad.config.settings import ServerSettings
 from replicad.postgres.bridge import Connection, Database
 from replicad.streams.registry import Registry
@@ -93,7 +93,7 @@ async def read_pages(reader: Reader) -> None:
 
 
 def client_of(
-    open: Callable[[Daemon], AbstractAsyncContextManager[TrioClient]], *, linear: bool
+    open: Callable[[Daemon], AbstractAsyncContextManager[AsyncClient]], *, linear: bool
 ) -> Callable[[Reader], Awaitable[None]]:
     """A reader with our client, which is made anew each time, as a process that is started again."""
 
@@ -161,10 +161,10 @@ async def test_every_reader_has_every_row_in_the_end(
     dice = random.Random(seed)
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body json)")
 
-    def by_tcp(daemon: Daemon) -> AbstractAsyncContextManager[TrioClient]:
+    def by_tcp(daemon: Daemon) -> AbstractAsyncContextManager[AsyncClient]:
         return open_client(daemon.addresses[0].host, daemon.addresses[0].port, name="tcp")
 
-    def by_redis(daemon: Daemon) -> AbstractAsyncContextManager[TrioClient]:
+    def by_redis(daemon: Daemon) -> AbstractAsyncContextManager[AsyncClient]:
         return open_client(model.url, name="redis", server_name=SERVER, daemon=str(daemon.addresses[0]))
 
     kinds = {

@@ -12,8 +12,8 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.events import RowBatch
-from replicad.client.trio_client import open_client
 from replicad.errors import StreamRefused
 from replicad.postgres.bridge import Database
 from replicad.streams import status

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Reset, RowBatch
-from replicad.client.trio_client import open_client
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.streams.registry import Registry, StreamRefused

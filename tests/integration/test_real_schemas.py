@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.async_client import AsyncClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
@@ -102,7 +102,7 @@ VALUES = {  # SQL on the number n for a new value
 
 
 @pytest.fixture
-def open_worker_client(daemon: Daemon) -> Callable[[], AbstractAsyncContextManager[TrioClient]]:
+def open_worker_client(daemon: Daemon) -> Callable[[], AbstractAsyncContextManager[AsyncClient]]:
     address = daemon.addresses[0]
     return lambda: open_client(address.host, address.port, name="worker")
 
@@ -120,7 +120,7 @@ def text_of(key: str) -> str:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 async def test_every_table_of_an_application_is_attached_by_its_primary_key_and_drains_equal(
-    database: Database, open_worker_client: Callable[[], AbstractAsyncContextManager[TrioClient]], schema: str
+    database: Database, open_worker_client: Callable[[], AbstractAsyncContextManager[AsyncClient]], schema: str
 ) -> None:
     tables = [line.split(": ") for line in SCHEMAS[schema].strip().splitlines()]
     await database.execute(f"CREATE SCHEMA {schema}; SELECT tube.tube_ensure_exists('all', 3, keys => 'text')")

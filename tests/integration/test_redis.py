@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.events import Disconnected, RowBatch
-from replicad.client.trio_client import open_client
 from replicad.config.settings import Address
 from replicad.errors import (
     ConnectionLost,

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.events import Reset, RowBatch
-from replicad.client.trio_client import open_client
 from replicad.config.settings import ServerSettings
 from replicad.errors import DataLoss, TokenExpired
 from replicad.postgres.bridge import Database

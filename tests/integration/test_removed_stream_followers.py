@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Connected, Disconnected, RowBatch, StreamStopped
-from replicad.client.trio_client import open_client
 from replicad.errors import UnknownStream
 from replicad.postgres.bridge import Database
 from replicad.streams.registry import Registry

@@ -8,9 +8,9 @@ import pytest
 import trio
 
 from replicad.client import link
+from replicad.client.async_client import open_client
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Connected, Disconnected, RowBatch, StreamStopped
-from replicad.client.trio_client import open_client
 from replicad.errors import RowTooLong, RowUnreadable
 from replicad.postgres.bridge import Database
 from replicad.protocol.lines import LineTooLong

@@ -13,8 +13,8 @@ from itertools import count
 import pytest
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.events import RowBatch
-from replicad.client.trio_client import open_client
 from replicad.errors import StreamRefused
 from replicad.positions.horizon import Horizon
 from replicad.postgres.bridge import Database

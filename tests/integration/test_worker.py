@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.async_client import AsyncClient
 from replicad.client.requests import Pod
-from replicad.client.trio_client import TrioClient
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database
 from replicad.protocol.connection import CloseReason
@@ -213,7 +213,7 @@ async def test_a_worker_that_is_stopped_while_idle_lets_go_of_its_leases_at_once
     claimed = []
 
     @asynccontextmanager
-    async def open_client() -> AsyncIterator[TrioClient]:
+    async def open_client() -> AsyncIterator[AsyncClient]:
         async with open_worker_client() as client:
             claim = client.claim
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.async_client import AsyncClient
 from replicad.client.requests import Pod
-from replicad.client.trio_client import TrioClient
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.errors import RemoteError, UnknownTube
 from replicad.postgres.bridge import Database
@@ -134,7 +134,7 @@ async def test_a_pod_that_cannot_be_read_is_parked_and_the_others_go_on(
     done: list[int] = []
 
     @asynccontextmanager
-    async def open_broken() -> AsyncIterator[TrioClient]:
+    async def open_broken() -> AsyncIterator[AsyncClient]:
         async with open_worker_client() as client:
             pods = client.pods
 
@@ -181,7 +181,7 @@ async def test_a_worker_for_partitions_that_do_not_exist_asks_for_them_seldom(
 ) -> None:
     opened = 0
 
-    def count() -> AbstractAsyncContextManager[TrioClient]:
+    def count() -> AbstractAsyncContextManager[AsyncClient]:
         nonlocal opened
         opened += 1
         return open_worker_client()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.async_client import AsyncClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database
 from replicad.protocol.connection import CloseReason
@@ -19,7 +19,7 @@ from replicad.tubes.leases import LeaseBook
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+OpenClient = Callable[[], AbstractAsyncContextManager[AsyncClient]]
 SETTINGS = WorkerSettings(backoff_first=0.01)
 
 

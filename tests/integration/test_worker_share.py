@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.async_client import AsyncClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database
 from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+OpenClient = Callable[[], AbstractAsyncContextManager[AsyncClient]]
 SETTINGS = WorkerSettings(lease_ttl=2.0, poll=20.0, backoff_first=0.01)
 PARTITIONS = 10
 HELD = """SELECT coalesce(array_agg(n ORDER BY n), '{}') FROM (

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.async_client import open_client
 from replicad.client.events import Reset, RowBatch
-from replicad.client.trio_client import open_client
 from replicad.config.settings import Address, ServerSettings
 from replicad.postgres.bridge import Database
 from replicad.redis import following

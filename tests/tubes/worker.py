@@ -20,7 +20,7 @@ from typing import Any
 
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.async_client import AsyncClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
@@ -55,7 +55,7 @@ chance = random.Random(SEED)
 busy: set[str] = set()
 
 
-def connect() -> AbstractAsyncContextManager[TrioClient]:
+def connect() -> AbstractAsyncContextManager[AsyncClient]:
     """A client of any of the daemons."""
     host, _, port = chance.choice(ADDRESSES)
     return open_client(host, int(port), name=NAME, answer_timeout=5.0, connect_timeout=2.0, timing=TIMING)

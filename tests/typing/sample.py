@@ -6,6 +6,7 @@ A line that ends in `# E: code` has to be an error of that kind, every other lin
 from typing import Any, assert_type, reveal_type
 
 from replicad import (
+    AsyncClient,
     Batch,
     BlockingCacheInvalidator,
     BlockingClient,
@@ -23,7 +24,6 @@ from replicad import (
     PresenceReporter,
     Reset,
     RowBatch,
-    TrioClient,
     Worker,
     open_client,
     open_presence,
@@ -71,7 +71,7 @@ def blocking(client: BlockingClient) -> None:
     client.pods("cities", HALF, lease.term, wait="1")  # E: arg-type
 
 
-async def on_trio(client: TrioClient) -> None:
+async def on_trio(client: AsyncClient) -> None:
     async for event in client.follow({"events": "EARLIEST"}, linear=True, patience=3.0):
         reveal_type(event)
         assert_type(event, RowBatch | Reset)
@@ -95,7 +95,7 @@ async def handle(batch: Batch) -> None:
 
 async def faces(db: Database, blocking: BlockingCacheInvalidator, on_trio: CacheInvalidator, error: NotOwner) -> None:
     async with open_client("127.0.0.1", 9009, name="w") as client:
-        assert_type(client, TrioClient)
+        assert_type(client, AsyncClient)
     async with open_presence("127.0.0.1", 9009, instance="w") as reporter:
         assert_type(reporter, PresenceReporter)
     async with open_writer(db, "events") as writer:

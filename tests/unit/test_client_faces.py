@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from replicad.client.async_client import AsyncClient, AsyncFollower, open_client
 from replicad.client.blocking_client import BlockingClient, BlockingFollower
 from replicad.client.blocking_client import open_client as open_blocking_client
 from replicad.client.requests import ClientRequests, _Method
-from replicad.client.trio_client import TrioClient, TrioFollower, open_client
 
-BOTH = ((BlockingClient, TrioClient), (BlockingFollower, TrioFollower))
+BOTH = ((BlockingClient, AsyncClient), (BlockingFollower, AsyncFollower))
 OWN = {"follow", "close"}  # what each client defines by itself; all else is a request of `ClientRequests`
 REQUESTS = {name for name, value in vars(ClientRequests).items() if isinstance(value, _Method)}
 
@@ -38,7 +38,7 @@ def test_every_request_is_declared_once() -> None:
     assert len(REQUESTS) > 10
     assert public(BlockingClient) == REQUESTS | OWN
     for name in REQUESTS:
-        assert getattr(BlockingClient, name) is getattr(TrioClient, name), name
+        assert getattr(BlockingClient, name) is getattr(AsyncClient, name), name
 
 
 def test_both_are_opened_in_the_same_way() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.async_client import AsyncFollower
 from replicad.client.blocking_client import BlockingFollower
 from replicad.client.events import PositionMoved, RowBatch
 from replicad.client.link import DaemonTarget
 from replicad.client.requests import Introduction
 from replicad.client.steps import Receive
-from replicad.client.trio_client import TrioFollower
 from replicad.errors import ConnectionLost
 from replicad.protocol.connection import Timing
 
@@ -40,7 +40,7 @@ class Performed:
 async def follower(request: pytest.FixtureRequest, nursery: trio.Nursery) -> Any:
     made: Any
     if request.param == "trio":
-        made = TrioFollower(TARGET, nursery, {"s": "NOW"}, linear=False, also=(), wishes={})
+        made = AsyncFollower(TARGET, nursery, {"s": "NOW"}, linear=False, also=(), wishes={})
     else:
         made = BlockingFollower(TARGET, {"s": "NOW"}, linear=False, also=(), wishes={})
     made.performed = Performed()
@@ -49,12 +49,12 @@ async def follower(request: pytest.FixtureRequest, nursery: trio.Nursery) -> Any
 
 
 async def together(follower: Any) -> list[Any]:
-    found: list[Any] = await follower.together() if isinstance(follower, TrioFollower) else follower.together()
+    found: list[Any] = await follower.together() if isinstance(follower, AsyncFollower) else follower.together()
     return found
 
 
 async def following(follower: Any) -> Any:
-    return await follower.__anext__() if isinstance(follower, TrioFollower) else next(follower)
+    return await follower.__anext__() if isinstance(follower, AsyncFollower) else next(follower)
 
 
 async def test_what_came_together_is_handed_over_together_and_nothing_waits_or_is_lost(follower: Any) -> None:

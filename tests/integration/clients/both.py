@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from anyio.from_thread import start_blocking_portal
 
+from replicad.client.async_client import AsyncClient, AsyncFollower, open_client
 from replicad.client.events import RowBatch
-from replicad.client.trio_client import TrioClient, TrioFollower, open_client
 from tests.loops import OPTIONS
 
 
@@ -22,7 +22,7 @@ class InThread:
         self._stack = ExitStack()
         self._portal = self._stack.enter_context(start_blocking_portal(loop, OPTIONS[loop]))
         opened = self._portal.wrap_async_context_manager(open_client(host, port, **options))
-        self.client: TrioClient = self._stack.enter_context(opened)
+        self.client: AsyncClient = self._stack.enter_context(opened)
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return self._portal.call(partial(function, *args, **options))
@@ -50,7 +50,7 @@ class InThread:
 class FollowerInThread(Iterator[Any]):
     """An async follower that is iterated over from another thread."""
 
-    def __init__(self, client: InThread, follower: TrioFollower[Any]) -> None:
+    def __init__(self, client: InThread, follower: AsyncFollower[Any]) -> None:
         self._client = client
         self._follower = follower
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import anyio
 import pytest
 
+from replicad.client.async_client import open_client
 from replicad.client.events import Connected, Disconnected, RowBatch
-from replicad.client.trio_client import open_client
 from replicad.errors import ConnectionLost, UnknownTube
 from replicad.retry import Backoff
 from replicad.tubes.commands import Part

@@ -70,10 +70,10 @@ globals()[sys.argv[1]](int(sys.argv[2]))
 ON_TRIO = """
 import logging, sys
 import trio
-from replicad.caches.trio_invalidator import CacheInvalidator
+from replicad.caches.async_invalidator import CacheInvalidator
 from replicad.client import Connected, Disconnected
 from replicad.retry import Backoff
-from replicad.client.trio_client import open_client
+from replicad.client.async_client import open_client
 from replicad.tubes.commands import Part
 
 OPTIONS = dict(first_patience=None, also=(Connected, Disconnected))

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import trio
 
-from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.async_client import AsyncClient, open_client
 from replicad.client.worker import Batch, Worker
 from replicad.errors import LeaseLost, NotAuthorised, UnknownTube
 from replicad.presence.reporter import open_presence
@@ -37,7 +37,7 @@ async def test_a_worker_whose_tube_is_removed_says_so(fake: FakeDaemon) -> None:
 async def test_what_the_users_function_that_opens_clients_raises_ends_the_worker_as_it_is(fake: FakeDaemon) -> None:
     opened = 0
 
-    def connect() -> AbstractAsyncContextManager[TrioClient]:
+    def connect() -> AbstractAsyncContextManager[AsyncClient]:
         nonlocal opened
         opened += 1
         if opened > 1:

@@ -1,8 +1,9 @@
-"""Caches of a trio program: a task follows the stream. The same as `blocking_invalidator` with a task."""
+"""Caches of a program on trio or asyncio: a task follows the stream. As `blocking_invalidator`, with a task."""
 
 from __future__ import annotations
 
-import trio
+import anyio
+from anyio.abc import TaskStatus
 
 from replicad.caches.following import (
     ALSO,
@@ -13,8 +14,8 @@ from replicad.caches.following import (
     wishes,
 )
 from replicad.caches.registry import Caches
+from replicad.client.async_client import AsyncClient
 from replicad.client.events import Connected
-from replicad.client.trio_client import TrioClient
 from replicad.retry import Backoff
 
 
@@ -25,20 +26,22 @@ class CacheInvalidator(Caches):
     arguments.
     """
 
-    _new_event = staticmethod(trio.Event)
+    _new_event = staticmethod(anyio.Event)
 
     async def run(
         self,
-        client: TrioClient,
+        client: AsyncClient,
         *,
         stream: str = STREAM,
         backoff: Backoff | None = None,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Follow the stream until cancelled. `nursery.start` returns when the caches are live for the first time.
+        """Follow the stream until cancelled, or until the client is closed.
+
+        `start` of a nursery of trio or a task group of anyio returns when the caches are live for the first time.
 
         Errors of the connection are not raised. While the stream cannot be followed, functions are called as if they
-        were not cached, and `problem` has the reason. `backoff` is as for `TrioClient.follow`.
+        were not cached, and `problem` has the reason. `backoff` is as for `AsyncClient.follow`.
 
         Raises:
             UsageError: the caches are followed already.
@@ -47,7 +50,7 @@ class CacheInvalidator(Caches):
             await self._run(client, stream, backoff, task_status)
 
     async def _run(
-        self, client: TrioClient, stream: str, backoff: Backoff | None, task_status: trio.TaskStatus[None]
+        self, client: AsyncClient, stream: str, backoff: Backoff | None, task_status: TaskStatus[None]
     ) -> None:
         following = InvalidationFollower(self, stream)
         pause = Backoff(RETRY_FIRST, RETRY_CAP)
@@ -62,7 +65,8 @@ class CacheInvalidator(Caches):
                         if self.live and not started:
                             started = True
                             task_status.started()
-            await trio.sleep(pause.next_delay())
+                    return  # the client was closed
+            await anyio.sleep(pause.next_delay())
 
     async def wait_live(self) -> None:
         """Wait until the caches are live."""

@@ -17,13 +17,13 @@ from weakref import WeakSet
 import anyio
 from anyio.abc import TaskGroup
 
+from replicad.client.async_link import AsyncLink, ReadyCalls, open_link
 from replicad.client.events import E, Reset, RowBatch
 from replicad.client.follow_loop import FollowerBase, FollowWishes, Tokens
 from replicad.client.link import DaemonTarget
 from replicad.client.refusals import keeps_in_step
 from replicad.client.requests import ClientRequests, Introduction, PodBatch, PodRequest, WholeRequest
 from replicad.client.steps import STEPS, Connect, Sleep
-from replicad.client.trio_link import ReadyCalls, TrioLink, open_link
 from replicad.errors import ConnectionLost, EnvironmentRefused, ReplicadError, UsageError
 from replicad.loops import open_plain_tasks
 from replicad.protocol.command import Command
@@ -56,7 +56,7 @@ def open_target(url: str, target: DaemonTarget, tasks: TaskGroup, daemon: str | 
 T = TypeVar("T")
 
 
-class TrioFollower(FollowerBase, AsyncIterator[T]):
+class AsyncFollower(FollowerBase, AsyncIterator[T]):
     """An endless asynchronous iterator over RowBatch and Reset events, and over the events of the types in `also`.
 
     It reconnects and resumes by itself. A cancelled `__anext__` loses no row: the next one goes on where it was; only
@@ -75,7 +75,7 @@ class TrioFollower(FollowerBase, AsyncIterator[T]):
     ) -> None:
         super().__init__(target, streams, linear=linear, also=also, wishes=wishes, now=anyio.current_time)
         self._tasks = tasks
-        self._link: TrioLink | None = None
+        self._link: AsyncLink | None = None
         self._waiting: anyio.CancelScope | None = None  # for a connection, or to try again
         self._closed = False
 
@@ -182,7 +182,7 @@ async def open_client(
     keepalive: bool = True,
     timing: Timing | None = None,
     daemon: str | Sequence[str] | None = None,
-) -> AsyncIterator[TrioClient]:
+) -> AsyncIterator[AsyncClient]:
     """A client of one daemon, for the length of the block; `BlockingClient` has the same arguments.
 
     `host` may be a URL instead, without a port: `redis://[[user]:password@]host[:port][/database]`, or `rediss://` with
@@ -205,14 +205,14 @@ async def open_client(
     async with open_plain_tasks() as tasks:
         if is_url:
             target = open_target(host, target, tasks, daemon)
-        client = TrioClient(target, tasks)
+        client = AsyncClient(target, tasks)
         try:
             yield client
         finally:
             client.close()
 
 
-class TrioClient(ClientRequests):
+class AsyncClient(ClientRequests):
     """Sends requests to one daemon; made by `open_client`. Connects when it is first needed, and again after a loss.
 
     Several tasks may send requests; they are sent one after another on one connection. `requests.ClientRequests` has
@@ -223,20 +223,20 @@ class TrioClient(ClientRequests):
         self._target = target
         self._tasks = tasks
         self._turn = anyio.Lock()
-        self._link: TrioLink | None = None
+        self._link: AsyncLink | None = None
         self._connecting: anyio.CancelScope | None = None
         self._closed = False
         self._ready_calls = ReadyCalls()
-        self._followers: WeakSet[TrioFollower[Any]] = WeakSet()
+        self._followers: WeakSet[AsyncFollower[Any]] = WeakSet()
 
     @overload
     def follow(
         self, streams: Tokens | None, linear: bool = False, **wishes: Unpack[FollowWishes]
-    ) -> TrioFollower[RowBatch | Reset]: ...
+    ) -> AsyncFollower[RowBatch | Reset]: ...
     @overload
     def follow(
         self, streams: Tokens | None, linear: bool = False, *, also: Collection[type[E]], **wishes: Unpack[FollowWishes]
-    ) -> TrioFollower[RowBatch | Reset | E]: ...
+    ) -> AsyncFollower[RowBatch | Reset | E]: ...
     def follow(
         self,
         streams: Tokens | None,
@@ -244,7 +244,7 @@ class TrioClient(ClientRequests):
         *,
         also: Collection[type[Any]] = (),
         **wishes: Unpack[FollowWishes],
-    ) -> TrioFollower[Any]:
+    ) -> AsyncFollower[Any]:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
         `streams` None: every stream from `begin`, and streams that are added later, from their position at that time.
@@ -254,7 +254,7 @@ class TrioClient(ClientRequests):
         Raises:
             BadToken: a token cannot be parsed.
         """
-        follower: TrioFollower[Any] = TrioFollower(
+        follower: AsyncFollower[Any] = AsyncFollower(
             self._target, self._tasks, streams, linear=linear, also=also, wishes=wishes
         )
         self._followers.add(follower)
@@ -302,7 +302,7 @@ class TrioClient(ClientRequests):
                     found += reading.parse(step)
 
     @asynccontextmanager
-    async def _request(self) -> AsyncIterator[TrioLink]:
+    async def _request(self) -> AsyncIterator[AsyncLink]:
         """The connection for one request; afterwards it can serve the next one, or is closed."""
         async with self._turn:
             link = await self._ready()
@@ -315,7 +315,7 @@ class TrioClient(ClientRequests):
             finally:
                 link.end()
 
-    async def _ready(self) -> TrioLink:
+    async def _ready(self) -> AsyncLink:
         if not self._closed and (self._link is None or not self._link.begin()):
             with anyio.CancelScope() as self._connecting:
                 self._link = await open_link(self._target, self._tasks, self._ready_calls)
@@ -325,7 +325,7 @@ class TrioClient(ClientRequests):
         return self._link
 
 
-def when_ready(client: TrioClient, tube: str, part: Part | None, call: Callable[[], None]) -> None:
+def when_ready(client: AsyncClient, tube: str, part: Part | None, call: Callable[[], None]) -> None:
     """Call `call` once, when the daemon sends READY for the partition (None: any) or the connection ends.
 
     Call this before you send CLAIM, PODS or SHARE with `ready=1`. READY can arrive before the answer.

@@ -74,7 +74,7 @@ _LAST_ERROR = 0.5  # seconds to receive an ERROR that was sent before the connec
 _BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.BusyResourceError, ssl.SSLError, OSError)
 
 
-async def open_link(target: DaemonTarget, tasks: TaskGroup, ready: ReadyCalls | None = None) -> TrioLink:
+async def open_link(target: DaemonTarget, tasks: TaskGroup, ready: ReadyCalls | None = None) -> AsyncLink:
     """Connect, make the TLS handshake, wait for SERVER and send our name, all within `connect_timeout`.
 
     The link's tasks live in `tasks` until it is closed. `ready`: the calls for READY lines.
@@ -83,10 +83,10 @@ async def open_link(target: DaemonTarget, tasks: TaskGroup, ready: ReadyCalls | 
         ConnectionLost: it could not be made; the message says why.
         WrongServer, NotAuthorised, ReplicadError: the server has another name, or sent this error.
     """
-    link: TrioLink | None = None
+    link: AsyncLink | None = None
     try:
         with anyio.fail_after(target.connect_timeout):
-            link = TrioLink(await connect(target), target, ready)
+            link = AsyncLink(await connect(target), target, ready)
             tasks.start_soon(link.serve)
             link.server_name = await link.run(greet(link.connection, target.us))
     except TimeoutError as error:
@@ -128,7 +128,7 @@ def _why(error: BaseException) -> str:
     return reason(leaves(error.__cause__ or error)[0])
 
 
-class TrioLink(Link):
+class AsyncLink(Link):
     """An open connection. One task at a time runs steps on it. Any failure closes it for good.
 
     Use `begin` and `end` around requests. Between requests received lines are discarded, so that PINGs do not

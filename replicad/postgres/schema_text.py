@@ -26,7 +26,8 @@ PACKAGE = Path(__file__).parents[1]
 """Every folder of the package may have a part in `sql/`: see `Declaration`."""
 
 _DOWN = "down.sql"  # the file of a part that is not installed: it is run before the part is removed
-_SHARED = ("reader_body", "incarnation", "run")  # texts that several parts have in common, each under a name of its own
+# Texts that several parts have in common, each under a name of its own.
+_SHARED = ("reader_body", "incarnation", "run", "fixed_settings", "key_types", "path_text", "safe_path", "belong")
 _KINDS = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types", "INDEX": "indexes"}
 _CREATED = re.compile(
     r"^CREATE\s+(?:OR\s+REPLACE\s+|UNLOGGED\s+|UNIQUE\s+)*(FUNCTION|PROCEDURE|TABLE|SEQUENCE|VIEW|TYPE|DOMAIN|INDEX)\s+"

@@ -23,7 +23,7 @@ from replicad.terminal.output import as_json_line, echo, print_rows
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
     from replicad.streams.lineage import Generation
-    from replicad.streams.registry import Added, Registry, SenderAck, StreamWriter
+    from replicad.streams.registry import Added, RecordedChanges, Registry, SenderAck, StreamWriter
 
 _GENERATIONS = 5  # that `show` prints
 
@@ -42,6 +42,9 @@ def on_registry(options: dict[str, Any], work: Callable[[Registry], Awaitable[T]
 
     return on_streams(options, with_registry)
 
+
+SHOWN = 2.0  # seconds between two lines of progress
+OTHERS = 0.2  # seconds until the next look where another process is at the snapshot
 
 MAX_ROW_HELP = "Longest line that the stream may send, in bytes; it stops before a longer row. Default: 64 MiB."
 
@@ -216,6 +219,97 @@ def _consequence(token: int, published: int | None) -> str:
     return "The stream has not reached it yet, so no reader has got the row."
 
 
+def _names(words: str | None) -> tuple[str, ...] | None:
+    """The columns in a list with commas. Raises UsageError for an empty name."""
+    if words is None:
+        return None
+    found = tuple(word.strip() for word in words.split(","))
+    if "" in found:
+        raise UsageError(f"{words!r} has an empty name; write the columns with commas between them: a,b")
+    return found
+
+
+def _recorded(
+    *,
+    key: str | None,
+    columns: str | None,
+    where: str | None,
+    old: bool,
+    unchanged: str | None,
+    filters: tuple[str, ...],
+) -> RecordedChanges:
+    """What `streams add --changes` records, from its options."""
+    from replicad.streams.registry import RecordedChanges
+
+    by = tuple(name for words in filters for name in _names(words) or ())
+    return RecordedChanges(_names(key), _names(columns), where, old, unchanged == "omit", by)
+
+
+async def _send_snapshots(registry: Registry, name: str) -> int:
+    """Send the unfinished snapshots of a stream, or wait until other processes have; returns the rows that they had."""
+    import trio
+
+    stream = await registry.load_stream(name)
+    rows: dict[int, int] = {}
+    shown = trio.current_time()
+    while True:
+        left = [one for one in await registry.open_snapshots() if one.stream == stream.number]
+        if not left:
+            return sum(rows.values())
+        step = await registry.snapshot_step(stream.number)
+        if step is None:
+            await trio.sleep(OTHERS)
+            rows |= {one.number: one.rows for one in left}
+            continue
+        rows[step.number] = step.rows
+        if step.waits_for:
+            waits = ", ".join(step.waits_for)
+            say(f"replicad: waiting for open transactions that have written to {stream.source}: {waits}")
+        elif trio.current_time() - shown >= SHOWN:
+            shown = trio.current_time()
+            say(f"{sum(rows.values()):,} rows")
+
+
+@click.command(
+    "snapshot",
+    cls=ReplicadCommand,
+    epilog="""\b
+Examples:
+  replicad streams snapshot orders
+  replicad streams snapshot orders --where "t.customer_id = 42"
+  replicad streams snapshot orders --anew""",
+)
+@click.argument("name")
+@option("--where", metavar="SQL", help="Only the rows that meet this condition on the table, which is called t.")
+@option(
+    "--anew",
+    is_flag=True,
+    help="Send a TRUNCATE first, so that readers drop what they have. Enables the triggers, if they were off.",
+)
+@database_options
+def snapshot(name: str, where: str | None, anew: bool, **options: Any) -> None:
+    """Send the rows that the table has now, in the stream of changes NAME, beside its writers.
+
+    They come as changes with the operation r (read), in the order of the key. A reader that applies all changes in
+    their order has the table's rows afterwards. If the command is interrupted, a running daemon goes on, or the command
+    when it is called again.
+    """
+
+    async def work(db: Database, schema: str) -> tuple[int, bool]:
+        from replicad.streams.registry import Registry
+
+        registry = Registry(db, schema)
+        stream = await registry.load_stream(name)
+        left = [one for one in await registry.open_snapshots() if one.stream == stream.number]
+        if where is not None or anew or not left:
+            left = []
+            await registry.request_snapshot(name, where=where, anew=anew)
+        return await _send_snapshots(registry, name), bool(left)
+
+    rows, resumed = on_streams(options, work)
+    echo(f"stream {name}: {'the unfinished snapshot went on and' if resumed else 'the snapshot'} has {rows:,} rows")
+
+
 @click.group("streams", cls=ReplicadGroup, short_help="Register tables as streams, show and trim them.")
 def command() -> None:
     """Register tables as streams, show and trim them. A stream is a table whose id comes from a sequence.
@@ -229,6 +323,7 @@ def command() -> None:
 
 command.add_command(skip)
 command.add_command(alter)
+command.add_command(snapshot)
 
 
 @command.command(
@@ -237,11 +332,35 @@ command.add_command(alter)
 Examples:
   replicad streams add events --table public.events --id stream_ordering
   replicad streams add events --table public.events --id id \\
-    --instance-column writer --row 'json_build_array(t.event_id, t.room_id)'""",
+    --instance-column writer --row 'json_build_array(t.event_id, t.room_id)'
+  replicad streams add orders --table public.orders --changes --snapshot""",
 )
 @_name
 @option("--table", required=True, metavar="SCHEMA.TABLE", help="Table that holds the rows, named as in SQL.")
-@option("--id", "id_column", required=True, metavar="COLUMN", help="Bigint column whose values come from a sequence.")
+@option("--id", "id_column", metavar="COLUMN", help="Bigint column whose values come from a sequence.")
+@option(
+    "--changes",
+    is_flag=True,
+    help="Send each INSERT, UPDATE, DELETE and TRUNCATE of the table, with its rows. Makes triggers on the table, and "
+    "needs no --id.",
+)
+@option("--key", metavar="COLUMNS", help="With --changes: the columns that name a row. Default: the primary key.")
+@option("--columns", metavar="COLUMNS", help="With --changes: send only these columns and the key. Default: all.")
+@option("--where", metavar="SQL", help="With --changes: only rows that meet this condition on the table, called t.")
+@option("--old", is_flag=True, help="With --changes: send the row before an UPDATE or DELETE too.")
+@option(
+    "--unchanged",
+    type=ValueType(one_of("send", "omit")),
+    help="With --changes: omit leaves large columns out of an UPDATE that did not change them. Default: send.",
+)
+@option(
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="COLUMNS",
+    help="With --changes: readers may ask for the rows with one value of this column.",
+)
+@option("--snapshot", is_flag=True, help="With --changes: send the rows that the table has already.")
 @option("--instance-column", metavar="COLUMN", help="Column that names the writer of a row. Default: one writer.")
 @option(
     "--row",
@@ -262,15 +381,37 @@ Examples:
 @option("--max-row", type=ValueType(BYTES), default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
 @database_options
 def add(
-    *, name: str, table: str, id_column: str, instance_column: str | None, row: str | None, method: str,
-    positions_table: str | None, sequence: str | None, max_row: int, **options: Any,
+    *, name: str, table: str, id_column: str | None, instance_column: str | None, row: str | None, method: str,
+    positions_table: str | None, sequence: str | None, max_row: int, changes: bool, key: str | None,
+    columns: str | None, where: str | None, old: bool, unchanged: str | None, filters: tuple[str, ...], snapshot: bool,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Make a table the stream NAME, with no change to the application that writes it.
 
-    If it is registered already with the same arguments, nothing is changed.
+    Without --changes each row is sent once, after its INSERT; an UPDATE or DELETE of it sends nothing. If the stream is
+    registered already with the same arguments, nothing is changed.
     """
+    if changes:
+        if (id_column, instance_column, row, positions_table, sequence) != (None,) * 5 or method != "lock_watch":
+            raise UsageError(
+                "--id, --instance-column, --row, --method, --positions-table and --sequence do not go with --changes: "
+                "the changes are recorded in a table of replicad"
+            )
+    elif id_column is None:
+        raise UsageError(
+            "give --id, the column whose values come from a sequence, to send the rows that are inserted; or --changes "
+            "to send each INSERT, UPDATE and DELETE"
+        )
+    elif key or columns or where or old or unchanged or filters or snapshot:
+        raise UsageError("--key, --columns, --where, --old, --unchanged, --filter and --snapshot belong to --changes")
 
     async def work(registry: Registry) -> tuple[Added, bool]:
+        if id_column is None:
+            wanted = _recorded(key=key, columns=columns, where=where, old=old, unchanged=unchanged, filters=filters)
+            added = await registry.add_changes(name, table, wanted, max_row=max_row)
+            if snapshot and added.new:
+                await registry.request_snapshot(name)
+            return added, await registry.daemon_connected()
         added = await registry.add(
             name, table, id_column, instance_column=instance_column, row=row, method=method,
             positions_table=positions_table, sequence=sequence, max_row=max_row,
@@ -285,6 +426,13 @@ def add(
         echo(f"{done}; no daemon is connected to this database: start `replicad serve`")
     for note in added.notes:
         echo(f"note: {note}")
+    if not changes and added.new:
+        echo(
+            "note: each row is sent once, after its INSERT. UPDATE and DELETE send nothing; --changes would record them"
+        )
+    if snapshot and added.new:
+        rows = on_registry(options, lambda registry: _send_snapshots(registry, name))
+        echo(f"the snapshot has {rows:,} rows")
 
 
 @command.command("list")
@@ -353,7 +501,7 @@ def show(name: str, as_json: bool, **options: Any) -> None:
 @option("--yes", is_flag=True, help="Do it. Without it the command only prints what it would do.")
 @database_options
 def remove(name: str, yes: bool, **options: Any) -> None:
-    """Unregister the stream NAME. Its table and rows stay.
+    """Unregister the stream NAME. Its table and rows stay; of a stream of changes, triggers and recorded changes go.
 
     Its readers are disconnected, and their tokens are of no use for a stream that is added under this name later.
     """
@@ -366,8 +514,17 @@ def remove(name: str, yes: bool, **options: Any) -> None:
             "acknowledged are lost, and after another `streams add` readers get all rows again. Its table and rows "
             "stay. To do it, add --yes"
         )
-    on_registry(options, lambda registry: registry.remove(name))
-    echo(f"stream {name} is removed; no table was changed")
+
+    async def work(registry: Registry) -> str | None:
+        stream = await registry.load_stream(name)
+        await registry.remove(name)
+        return stream.source
+
+    source = on_registry(options, work)
+    if source is None:
+        echo(f"stream {name} is removed; no table was changed")
+    else:
+        echo(f"stream {name} is removed, with its triggers on {source} and the changes that it had recorded")
 
 
 @command.command(

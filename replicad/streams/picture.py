@@ -133,7 +133,7 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
     (
         StateColumn("name", _LIST | _SHOW | _CONSOLE, lambda one: one.name, label="Stream"),
         StateColumn("stream", _TOP, lambda one: one.name),
-        *map(_registered, ("table", "id_column", "instance_column", "row")),
+        *map(_registered, ("table", "source", "id_column", "instance_column", "row")),
         StateColumn("method", _SHOW, lambda one: str(one.stream.method)),
         *map(_registered, ("sequence", "positions_table", "epoch")),
         StateColumn("created_at", _SHOW, lambda one: _moment(one.stream.created_at)),

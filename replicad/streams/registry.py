@@ -23,6 +23,8 @@ from replicad.streams.row_text import wire_instance
 from replicad.streams.rows import RowSource
 
 QUIET = 60.0  # seconds without a row before a writer may be retired
+CHUNK: Final = 2000  # rows of a snapshot in a transaction: some 20 ms, for which the stream's position waits
+CHUNK_PATIENCE: Final = 10.0  # seconds that a chunk waits for open transactions before it gives up, to report them
 BATCH: Final = 10_000  # rows per transaction of a trim: some 50 ms, during which updates of these rows wait
 
 
@@ -49,7 +51,8 @@ class Stream:
     by trimming, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`: the numbers
     of writers in vector tokens. `epoch`: the id of the present generation; `continues`: whether it is still valid. If
     not, `continue_streams` begins the next one. `sequence_file`: the sequence's file (as of pg_relation_filenode) in
-    that generation. `noted`: the position that was published last.
+    that generation. `noted`: the position that was published last. `source`: the table whose changes the stream has;
+    None for a stream of rows. `unrecorded`: why changes of it may not have been recorded, with the remedy.
     """
 
     number: int
@@ -85,6 +88,8 @@ class Stream:
     skipped: tuple[int, ...]
     created_at: datetime
     writers: Mapping[str, int]
+    source: str | None = None
+    unrecorded: str | None = None
 
     @property
     def lacks_reader(self) -> bool:
@@ -94,14 +99,14 @@ class Stream:
 
 
 # Fields that change while a stream is served and that serving it does not depend on. `differences` compares all others.
-_PASSING = frozenset({"fed", "fault", "denied", "trimmed_upto", "writers", "continues", "noted"})
+_PASSING = frozenset({"fed", "fault", "denied", "trimmed_upto", "writers", "continues", "noted", "unrecorded"})
 
 # Names and how rows become lines: new values can be taken over between two reads. `proof_key` counts from the next
 # watch on; until then the horizon goes on with what it has, which is right with any value.
 RENEWABLE = frozenset(
     {
         *("table", "sequence", "positions_table", "row", "row_type"),
-        *("unique_ids", "plain", "max_row", "skipped", "proof_key", "identity", "shares_sequence"),
+        *("source", "unique_ids", "plain", "max_row", "skipped", "proof_key", "identity", "shares_sequence"),
     }
 )
 
@@ -133,6 +138,45 @@ class Published:
     position: int
     per_writer: Mapping[str, int]
     at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChanges:
+    """What of a table is recorded in its stream of changes (docs/changes.md). Columns are named exactly as they are.
+
+    `key`: the columns that name a row; None for the primary key. `columns`: what is sent of a row, with the key; None
+    for all. `where`: SQL on a row, called t, for the rows that are in the stream. `old`: send the row before a change
+    too. `omit`: leave large columns out of an UPDATE that did not change them. `filters`: columns by whose values
+    readers may ask for a part of the stream.
+    """
+
+    key: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None
+    where: str | None = None
+    old: bool = False
+    omit: bool = False
+    filters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotProgress:
+    """How far a snapshot has come. `waits_for`: the transactions that it waited for in vain, as pg_locks names them."""
+
+    number: int
+    rows: int
+    finished: bool
+    waits_for: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSnapshot:
+    """A snapshot that is not finished, of the stream with the number `stream` and that name."""
+
+    stream: int
+    name: str
+    number: int
+    rows: int
+    asked_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +329,53 @@ class Registry:
             return (await self.load_streams()).get(name)
         except DatabaseError:
             return None
+
+    async def add_changes(self, name: str, table: str, recorded: RecordedChanges, *, max_row: int = MAX_ROW) -> Added:
+        """Record the changes of a table from now on, in a stream. If it is so already, nothing is changed.
+
+        Raises:
+            StreamRefused: they cannot be recorded; the message has the reason and the remedy.
+            SchemaMissing: streams are not installed in this database.
+        """
+        columns = None if recorded.columns is None else list(recorded.columns)
+        key = None if recorded.key is None else list(recorded.key)
+        wanted = (
+            await _resolve(self._db, table),
+            *(key, columns, recorded.where, recorded.old, recorded.omit, list(recorded.filters), max_row),
+        )
+        try:
+            notes = await self._fetch_value("stream_add_changes", name, *wanted)
+        except StreamRefused:
+            present = await self._present(name)
+            if present is None or not await self._fetch_value("stream_changes_same", name, *wanted):
+                raise
+            return Added(present, (), new=False)
+        return Added(await self.load_stream(name), tuple(notes))
+
+    async def request_snapshot(self, name: str, *, where: str | None = None, anew: bool = False) -> int:
+        """Ask for the rows of the table whose changes the stream has: `snapshot_step` sends them. `anew`: readers drop
+        what they have before. Returns the number of the snapshot. Raises UnknownStream, StreamRefused.
+        """
+        number: int = await self._value("stream_snapshot_request", name, where, anew)
+        return number
+
+    async def snapshot_step(self, stream: int, *, size: int = CHUNK) -> SnapshotProgress | None:
+        """Send the next rows of the oldest unfinished snapshot of a stream, which is named by its number. None: there
+        is no such snapshot, or another process is at it.
+        """
+        for row in await self._fetch("stream_snapshot_step", stream, size, CHUNK_PATIENCE):
+            return SnapshotProgress(row["number"], row["sent"], row["finished"], tuple(row["waits_for"] or ()))
+        return None
+
+    async def open_snapshots(self) -> list[OpenSnapshot]:
+        """The snapshots that are not finished, in their order."""
+        return [OpenSnapshot(*row) for row in await self._rows("stream_snapshots")]
+
+    async def look_after_changes(self) -> list[tuple[str, str]]:
+        """Look after all streams of changes: new partitions, shapes of tables, triggers that are off. Returns the
+        streams for which that was not possible, with the reason. To be called regularly.
+        """
+        return [(row["name"], row["problem"]) for row in await self._rows("stream_changes_look")]
 
     async def remove(self, name: str) -> None:
         """Unregister a stream; its table and rows stay. Raises UnknownStream."""

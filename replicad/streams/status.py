@@ -27,6 +27,7 @@ OK = "ok"
 NO_DAEMON = "no_daemon"  # rows wait, and no daemon is connected that could send them
 STALLED = "stalled"  # rows wait, a daemon is connected, and no trouble is reported
 IDS_AHEAD = "ids_ahead"  # rows have ids that the sequence has not reached
+UNRECORDED = "changes_missed"  # changes of a table may not be in its stream
 LOCKED = "locked"  # the table cannot be read
 SETTLED = 5.0  # seconds without a change of the position, with rows waiting, before it is checked a second time
 SECOND_LOOK = 2.5  # seconds until that check; a daemon notes its positions every second
@@ -209,7 +210,7 @@ def _problem(stream: Stream, reading: Reading, seen: _Seen) -> tuple[str, str | 
         return StreamRefused.code, str(reading.refused)
     found = seen.reported.get(stream.name, ())
     if not found:
-        return OK, None
+        return (OK, None) if stream.unrecorded is None else (UNRECORDED, stream.unrecorded)
     return found[0].code, " Also: ".join(dict.fromkeys(one.reason for one in found))
 
 

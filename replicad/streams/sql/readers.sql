@@ -59,6 +59,24 @@ BEGIN
 END
 $$;
 
+-- stream_give(signature, owner): makes a function of ours another role's, which needs CREATE on the schema for a moment; no other session
+-- sees that. Raises insufficient_privilege. Writes the function's owner.
+CREATE OR REPLACE FUNCTION stream_give(signature text, owner oid) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    role name := pg_get_userbyid(owner);
+    granted boolean := has_schema_privilege(owner, current_schema(), 'CREATE');
+BEGIN
+    IF NOT granted THEN
+        EXECUTE format('GRANT CREATE ON SCHEMA %I TO %I', current_schema(), role);
+    END IF;
+    EXECUTE format('ALTER FUNCTION %s OWNER TO %I', signature, role);
+    IF NOT granted THEN
+        EXECUTE format('REVOKE CREATE ON SCHEMA %I FROM %I', current_schema(), role);
+    END IF;
+END
+$$;
+
 -- stream_reader_ensure(tbl): makes the function that runs statements as the owner of this table, if it is needed and
 -- absent. Raises RS002 where the asking role may not make it. Creates a function that belongs to the table's owner.
 --
@@ -80,25 +98,17 @@ DECLARE
     home name := current_schema();
     keeper name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace n WHERE n.nspname = home);
     signature text;
-    granted boolean;
 BEGIN
     IF stream_reader_wanted(tbl) IS NULL THEN
         RETURN;
     END IF;
     signature := format('%I.%I(oid, text, text, bigint)', home, 'reader_1_' || md5(role));
-    granted := has_schema_privilege(owner, home, 'CREATE');
     EXECUTE format('DROP FUNCTION IF EXISTS %s', signature);  -- of a role that had this name, or that we may not call
     EXECUTE format('CREATE FUNCTION %I.%I(tbl oid, query text, path text, bound bigint) RETURNS SETOF text'
         ' LANGUAGE plpgsql SECURITY DEFINER AS %L', home, 'reader_1_' || md5(role), stream_reader_body());
     EXECUTE format('COMMENT ON FUNCTION %s IS %L', signature, format('replicad: reads the tables of %I as %1$I', role));
     EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
-    IF NOT granted THEN
-        EXECUTE format('GRANT CREATE ON SCHEMA %I TO %I', home, role);  -- no other session sees it
-    END IF;
-    EXECUTE format('ALTER FUNCTION %s OWNER TO %I', signature, role);
-    IF NOT granted THEN
-        EXECUTE format('REVOKE CREATE ON SCHEMA %I FROM %I', home, role);
-    END IF;
+    PERFORM stream_give(signature, owner);
     EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', signature, keeper);
 EXCEPTION WHEN insufficient_privilege THEN
     PERFORM stream_refuse(SQLERRM, stream_reader_wanted(tbl));
@@ -106,17 +116,18 @@ END
 $$;
 COMMENT ON FUNCTION stream_reader_ensure(regclass) IS 'Makes the function that reads a table as its owner';
 
--- stream_as_owner(tbl, query): the rows of a query on this table, whose one column is text, run as the table's owner (see
--- stream_reader_ensure), or as the asking role where stream_runs_as() says so. Raises the errors of the query.
-CREATE OR REPLACE FUNCTION stream_as_owner(tbl regclass, query text) RETURNS SETOF text
+-- stream_as_owner(tbl, query, path): the rows of a query on this table, whose one column is text, run as the table's owner (see
+-- stream_reader_ensure), or as the asking role where stream_runs_as() says so. path: the search_path; that of a new session by
+-- default. Raises the errors of the query.
+CREATE OR REPLACE FUNCTION stream_as_owner(tbl regclass, query text, path text = NULL) RETURNS SETOF text
 LANGUAGE plpgsql SET row_security = off AS $$
 DECLARE
     owner oid := stream_runs_as(tbl);
-    path text := (SELECT s.reset_val FROM pg_settings s WHERE s.name = 'search_path');
     reader text;
     line text;
     failure json;
 BEGIN
+    path := coalesce(path, (SELECT s.reset_val FROM pg_settings s WHERE s.name = 'search_path'));
     IF owner IS NULL THEN
         PERFORM set_config('search_path', path, true);
         RETURN QUERY EXECUTE query;

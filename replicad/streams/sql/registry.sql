@@ -1,5 +1,20 @@
 -- How streams are registered, changed and removed.
 
+-- stream_number_next(): the number of the next stream. Numbers go up and come round, so that a lock left from a removed stream
+-- does not meet a new one. Raises RS002 where there is none.
+CREATE OR REPLACE FUNCTION stream_number_next() RETURNS smallint
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    free smallint := (
+        SELECT n FROM generate_series(1, 8191) n WHERE NOT EXISTS (SELECT FROM stream x WHERE x.number = n)
+        ORDER BY n <= (SELECT coalesce(max(x.number), 0) FROM stream x), n LIMIT 1);
+BEGIN
+    PERFORM stream_refuse('there are 8191 streams, which is all that there can be', 'remove those that nobody reads')
+        WHERE free IS NULL;
+    RETURN free;
+END
+$$;
+
 -- stream_add(name, tbl, id_column, instance_column, row_sql, method, positions, sequence, max_row): makes a table a stream.
 -- `max_row` bounds its lines, in bytes (stream_max_row). Returns notes that are worth reading about it, if there are any.
 -- Raises RS002 with the reason and the remedy, and RS007 for a bound beyond what clients take. Writes stream,
@@ -38,12 +53,7 @@ BEGIN
     s.parted := '{}';
     s.created_at := clock_timestamp();
     s.row_type := stream_check(s);
-    -- Numbers go up and come round, so that a lock left from a removed stream does not meet a new one.
-    s.number := (
-        SELECT n FROM generate_series(1, 8191) n WHERE NOT EXISTS (SELECT FROM stream x WHERE x.number = n)
-        ORDER BY n <= (SELECT coalesce(max(x.number), 0) FROM stream x), n LIMIT 1);
-    PERFORM stream_refuse('there are 8191 streams, which is all that there can be', 'remove those that nobody reads')
-        WHERE s.number IS NULL;
+    s.number := stream_number_next();
     INSERT INTO stream SELECT s.*;
     PERFORM stream_generation_add(s, stream_floor(s.sequence), '{}', '{}', 'added');
     PERFORM stream_writers_discover(s);
@@ -56,13 +66,14 @@ $$;
 COMMENT ON FUNCTION stream_add(text, regclass, name, name, text, text, regclass, regclass, bigint)
     IS 'Makes a table a stream; returns notes worth reading';
 
--- stream_remove(name): removes the stream; the table and its rows stay. Raises RS001. Writes stream and the rows that refer
--- to it; drops the guard.
+-- stream_remove(name): removes the stream; the table and its rows stay. Of a stream of changes the triggers are dropped, and the
+-- table of changes. Raises RS001. Writes stream and the rows that refer to it; drops the guard.
 CREATE OR REPLACE FUNCTION stream_remove(name text) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
     s stream := stream_find(name);
 BEGIN
+    PERFORM stream_changes_remove(s.number);
     PERFORM stream_guard_detach(s.number);
     EXECUTE format('DROP FUNCTION IF EXISTS stream_guard_%s()', s.number);
     DELETE FROM stream x WHERE x.number = s.number;
@@ -101,6 +112,8 @@ DECLARE
     there text;
 BEGIN
     s.relation := tbl;
+    PERFORM stream_refuse(format('stream %s has the changes of %s', name, c.source), 'to record those of another table, add another stream')
+        FROM stream_changes c WHERE c.stream = s.number;
     PERFORM stream_check_table(tbl);
     s.sequence := coalesce(sequence, CASE WHEN old.fed THEN stream_sequence(tbl, s.id_column) END, old.sequence);
     s.fed := s.sequence IS NOT DISTINCT FROM stream_sequence(tbl, s.id_column);

@@ -7,7 +7,7 @@ DECLARE
     f record;
 BEGIN
     EXECUTE format('GRANT USAGE ON SCHEMA %I TO PUBLIC', current_schema());
-    GRANT SELECT ON stream, stream_writer, stream_position, stream_generation TO PUBLIC;
+    GRANT SELECT ON stream, stream_writer, stream_position, stream_generation, stream_changes TO PUBLIC;
     GRANT SELECT (stream, id) ON stream_skip TO PUBLIC;  -- not the reasons, which may quote rows
     FOR f IN SELECT p.oid::regprocedure AS name, p.proname
         FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
@@ -16,7 +16,10 @@ BEGIN
         IF f.proname NOT IN ('stream_instance', 'stream_json', 'stream_lock_key', 'stream_moved') THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
-        IF f.proname IN ('stream_add', 'stream_remove', 'stream_alter', 'stream_max_row', 'stream_sequence_changed',
+        IF f.proname IN ('stream_add_changes', 'stream_changes_remove', 'stream_changes_ensure', 'stream_change_function_ensure',
+                'stream_change_lines', 'stream_changes_look', 'stream_changes_note', 'stream_change_detach', 'stream_snapshot_request',
+                'stream_snapshot_step', 'stream_give', 'stream_belong',
+                'stream_add', 'stream_remove', 'stream_alter', 'stream_max_row', 'stream_sequence_changed',
                 'stream_check', 'stream_check_parts', 'stream_check_row',
                 'stream_continue', 'stream_fork', 'stream_generation_add', 'stream_kept_upto',
                 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire', 'stream_writers_last',

@@ -168,6 +168,60 @@ CREATE UNLOGGED TABLE IF NOT EXISTS stream_daemon (
 ) WITH (fillfactor = 50);
 COMMENT ON TABLE stream_daemon IS 'replicad: the daemons of this database, each with its last beat';
 
+-- stream_changes: the streams that have the changes of a table (changes.sql). Written by stream_add_changes and
+-- stream_changes_look. Columns are noted by their numbers, so that they can be renamed.
+CREATE TABLE IF NOT EXISTS stream_changes (
+    stream smallint PRIMARY KEY REFERENCES stream ON DELETE CASCADE,
+    source regclass NOT NULL,                 -- the table whose changes are recorded; the stream's own table is change_N
+    key smallint[] NOT NULL,                  -- the columns that name a row
+    columns smallint[],                       -- of the rows that are sent; NULL: all, and those that are added later
+    predicate text,                           -- SQL on a row (called t) for the rows that are in the stream; NULL: all
+    path name[] NOT NULL,                     -- where names of the predicate are looked up
+    old boolean NOT NULL,                     -- whether the row before a change is sent
+    omit boolean NOT NULL,                    -- whether large columns are left out of an UPDATE that has not changed them
+    filters smallint[] NOT NULL,              -- the columns whose values are in by_1, by_2 ... of the table of changes
+    marks text,                               -- what the trigger function was made for: stream_changes_look
+    missed text,                              -- why changes may not have been recorded, since the last snapshot from the beginning
+    missed_at timestamptz
+);
+COMMENT ON TABLE stream_changes IS 'replicad: the streams of changes, and the tables whose changes they have';
+
+-- stream_shape: the shapes that the source of a stream of changes has had since the stream was added. The same shape may be noted
+-- more than once (stream_shape_ensure). Written by stream_shape_ensure.
+CREATE TABLE IF NOT EXISTS stream_shape (
+    stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    number integer NOT NULL,                  -- as changes have it
+    shape bigint NOT NULL                     -- stream_shape_seen
+);
+CREATE INDEX IF NOT EXISTS stream_shape_number ON stream_shape (stream, number);
+COMMENT ON TABLE stream_shape IS 'replicad: the shapes of tables whose changes are streams';
+
+-- stream_change_member: the tables, partitions included, that have triggers of a stream of changes, and the rows of these triggers in
+-- pg_trigger at the last look. Written by stream_changes_look and stream_changes_note.
+CREATE TABLE IF NOT EXISTS stream_change_member (
+    stream smallint NOT NULL REFERENCES stream_changes ON DELETE CASCADE,
+    member oid NOT NULL,
+    marks text NOT NULL,
+    PRIMARY KEY (stream, member)
+);
+COMMENT ON TABLE stream_change_member IS 'replicad: the tables with triggers of a stream of changes';
+
+-- stream_snapshot: the snapshots of streams of changes, and how far each has come. Written by stream_snapshot_request and
+-- stream_snapshot_step.
+CREATE TABLE IF NOT EXISTS stream_snapshot (
+    stream smallint NOT NULL REFERENCES stream_changes ON DELETE CASCADE,
+    number integer NOT NULL,
+    condition text,                           -- SQL on a row (called t); NULL: all rows
+    path name[] NOT NULL,                     -- where names of it are looked up
+    member regclass,                          -- only this partition; NULL: the whole table
+    after text[],                             -- the key of the last row that was sent; NULL: none yet
+    rows bigint NOT NULL DEFAULT 0,           -- that were sent
+    asked_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    finished_at timestamptz,
+    PRIMARY KEY (stream, number)
+);
+COMMENT ON TABLE stream_snapshot IS 'replicad: snapshots of tables whose changes are streams';
+
 -- stream_kept: the lowest id that each stream's table had when a daemon looked last, and the highest position that was
 -- published by then. Written by stream_keep about once a minute: where the lowest id has grown, rows were removed.
 CREATE TABLE IF NOT EXISTS stream_kept (

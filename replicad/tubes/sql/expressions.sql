@@ -8,32 +8,12 @@
 -- schema that it leaves out. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_safe_path(path name[]) RETURNS name[]
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
-DECLARE
-    safe name[] := '{}';
-    folder name;
-BEGIN
-    FOREACH folder IN ARRAY coalesce(path, '{}') LOOP
-        IF has_schema_privilege('public', folder, 'CREATE') THEN
-            RAISE NOTICE 'predicates and routings cannot see into schema %, where everybody may create objects: '
-                'put the schema before the names that they need', folder;
-        ELSIF folder !~ '^pg_' THEN
-            safe := safe || folder;
-        END IF;
-    END LOOP;
-    RETURN safe;
-END
-$$;
+{safe_path}$$;
 
 -- tube_path_text(path): the search_path under which an expression runs. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_path_text(path name[]) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT string_agg(part, ', ' ORDER BY place)
-    FROM (
-        SELECT quote_ident(given.name) AS part, min(given.place) AS place
-        FROM unnest(path) WITH ORDINALITY AS given(name, place) GROUP BY given.name
-        UNION ALL SELECT 'pg_temp', 1 + coalesce(cardinality(path), 0)
-    ) AS parts
-$$;
+{path_text}$$;
 
 -- tube_where(VARIADIC predicates): their conjunction as the end of a WHERE clause; empty if all are NULL. Each is on
 -- its own lines, so that a comment at its end hides nothing else. Writes nothing.

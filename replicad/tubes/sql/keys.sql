@@ -9,9 +9,7 @@
 -- timezone_abbreviations, which takes 100 us to set, and the settings of reading. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_fixed() RETURNS text[]
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
-    SELECT ARRAY['TimeZone=UTC', 'DateStyle=ISO, MDY', 'IntervalStyle=postgres', 'extra_float_digits=1', 'bytea_output=hex',
-        'xmlbinary=base64', 'lc_monetary=C', 'lc_numeric=C', 'lc_time=C', 'xmloption=content', 'array_nulls=on',
-        'transform_null_equals=off', 'standard_conforming_strings=on', 'backslash_quote=safe_encoding']
+    SELECT ARRAY[{fixed_settings}]
 $$;
 
 -- tube_fixed_sql(): the same as clauses of CREATE FUNCTION and ALTER FUNCTION. Writes nothing.
@@ -26,25 +24,7 @@ $$;
 -- each table. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_key_types(tbl regclass, key name[]) RETURNS text[]
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
-DECLARE
-    types text[];
-    one name;
-    type oid;
-    base oid;
-BEGIN
-    FOREACH one IN ARRAY coalesce(key, '{}') LOOP
-        SELECT a.atttypid INTO type FROM pg_attribute a
-            WHERE a.attrelid = tbl AND a.attname = one AND a.attnum > 0 AND NOT a.attisdropped;
-        LOOP
-            SELECT d.typbasetype INTO base FROM pg_type d WHERE d.oid = type AND d.typtype = 'd';
-            EXIT WHEN NOT FOUND;
-            type := base;
-        END LOOP;
-        types := types || format_type(type, -1);
-    END LOOP;
-    RETURN types;
-END
-$$;
+{key_types}$$;
 
 -- tube_key_kind(types): the kind of a key of columns of these types. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_key_kind(types text[]) RETURNS text

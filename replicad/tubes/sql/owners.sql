@@ -38,14 +38,7 @@ $$;
 -- not use it. what: `TABLE name`, `FUNCTION name(types)`. Does nothing for a role that may not. Writes the owner.
 CREATE OR REPLACE FUNCTION tube_belong(what text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
-DECLARE
-    keeper name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace n WHERE n.nspname = current_schema());
-BEGIN
-    IF keeper <> current_user AND keeper !~ '^pg_' AND pg_has_role(keeper, 'MEMBER') THEN
-        EXECUTE format('ALTER %s OWNER TO %I', what, keeper);
-    END IF;
-END
-$$;
+{belong}$$;
 
 -- tube_reader(owner): the function that runs queries as this role; NULL where there is none. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_reader(owner oid) RETURNS text

@@ -1,0 +1,708 @@
+-- Streams of changes: triggers write each change of a table into a table of ours, which is a stream like any other.
+-- docs/changes.md explains it.
+--
+-- The triggers run once per statement and read its transition tables change_new and change_old. One function per stream
+-- serves all events and all partitions. It has the statements of one shape of the table (stream_shape_now); where the
+-- table has another shape, it has stream_change_sql make them anew for each write, until stream_changes_ensure renews it.
+
+-- stream_fixed(): the settings under which values become text (replicad/fixed_settings.py), as pg_proc.proconfig has them.
+CREATE OR REPLACE FUNCTION stream_fixed() RETURNS text[]
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT ARRAY[{fixed_settings}]
+$$;
+
+-- stream_path_text(path): the search_path under which an expression runs.
+CREATE OR REPLACE FUNCTION stream_path_text(path name[]) RETURNS text
+LANGUAGE sql STABLE AS $$
+{path_text}$$;
+
+-- stream_safe_path(path): the schemas of path in which names of expressions may be looked up. Raises a NOTICE for each
+-- schema that it leaves out.
+CREATE OR REPLACE FUNCTION stream_safe_path(path name[]) RETURNS name[]
+LANGUAGE plpgsql STABLE AS $$
+{safe_path}$$;
+
+-- stream_key_types(tbl, key): the types of these columns, as casts name them; of a domain the type below it. NULL for a
+-- column that the table does not have.
+CREATE OR REPLACE FUNCTION stream_key_types(tbl regclass, key name[]) RETURNS text[]
+LANGUAGE plpgsql STABLE AS $$
+{key_types}$$;
+
+-- stream_belong(what): gives `TABLE name` to the owner of this schema, whoever made it. Does nothing for a role that may not.
+CREATE OR REPLACE FUNCTION stream_belong(what text) RETURNS void
+LANGUAGE plpgsql AS $$
+{belong}$$;
+
+-- stream_columns(tbl, numbers): the names of these columns in the order of the numbers. NULL: all columns in their order,
+-- without virtual generated columns, which triggers do not see. Numbers of dropped columns are left out.
+CREATE OR REPLACE FUNCTION stream_columns(tbl regclass, numbers smallint[]) RETURNS name[]
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce(array_agg(a.attname ORDER BY coalesce(n.place, a.attnum)), '{}')
+    FROM pg_attribute a LEFT JOIN unnest(numbers) WITH ORDINALITY AS n (number, place) ON n.number = a.attnum
+    WHERE a.attrelid = tbl AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> 'v'
+        AND (numbers IS NULL OR n.number IS NOT NULL)
+$$;
+
+-- stream_column_numbers(tbl, columns): their numbers, in the order given; NULL for NULL. Raises RS002 for a column that the
+-- table does not have, that is named twice, or that is a virtual generated column.
+CREATE OR REPLACE FUNCTION stream_column_numbers(tbl regclass, columns name[]) RETURNS smallint[]
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    wanted name;
+    found smallint[] := '{}';
+    number smallint;
+BEGIN
+    IF columns IS NULL THEN
+        RETURN NULL;
+    END IF;
+    FOREACH wanted IN ARRAY columns LOOP
+        PERFORM stream_column_type(tbl, wanted);
+        SELECT a.attnum INTO number FROM pg_attribute a WHERE a.attrelid = tbl AND a.attname = wanted AND a.attgenerated <> 'v';
+        PERFORM stream_refuse(format('column %I of %s is a virtual generated column, which triggers do not see', wanted, tbl),
+            'leave it out, or make it STORED') WHERE number IS NULL;
+        PERFORM stream_refuse(format('column %I is named twice', wanted), 'name it once') WHERE number = ANY (found);
+        found := found || number;
+    END LOOP;
+    RETURN found;
+END
+$$;
+
+-- stream_shape_seen(tbl): the shape of a table: a number that changes when a column is added, dropped or renamed, or gets
+-- another type, or when the order of the partition's columns differs. As the snapshot of the transaction sees it.
+CREATE OR REPLACE FUNCTION stream_shape_seen(tbl oid) RETURNS bigint
+LANGUAGE sql VOLATILE AS $$
+    SELECT hashtextextended(coalesce(string_agg(concat_ws(' ', a.attnum, a.attname, a.atttypid, a.atttypmod, a.attgenerated),
+        E'\n' ORDER BY a.attnum), ''), 0)
+    FROM pg_attribute a WHERE a.attrelid = tbl AND a.attnum > 0 AND NOT a.attisdropped
+$$;
+
+-- stream_shape_now(tbl): the same, computed when the statement is planned: a statement on the transition tables of tbl is
+-- planned again after each ALTER TABLE of it, so that the trigger pays nothing for the comparison. It is therefore declared
+-- IMMUTABLE. Only right at READ COMMITTED, where the snapshot of the planning sees what has replaced the plan.
+CREATE OR REPLACE FUNCTION stream_shape_now(tbl oid) RETURNS bigint
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT hashtextextended(coalesce(string_agg(concat_ws(' ', a.attnum, a.attname, a.atttypid, a.atttypmod, a.attgenerated),
+        E'\n' ORDER BY a.attnum), ''), 0)
+    FROM pg_attribute a WHERE a.attrelid = tbl AND a.attnum > 0 AND NOT a.attisdropped
+$$;
+
+-- stream_shape_text(c): what the line that describes a shape says: table, key, and the columns that rows have, with their types.
+CREATE OR REPLACE FUNCTION stream_shape_text(c stream_changes) RETURNS json
+LANGUAGE sql STABLE AS $$
+    SELECT json_build_object('table', stream_qualified(c.source), 'key', stream_columns(c.source, c.key), 'columns', (
+        SELECT json_agg(json_build_object('name', n.name, 'type', format_type(a.atttypid, a.atttypmod)) ORDER BY n.place)
+        FROM unnest(stream_columns(c.source, c.columns)) WITH ORDINALITY AS n (name, place)
+            JOIN pg_attribute a ON a.attrelid = c.source AND a.attname = n.name))
+$$;
+
+-- stream_shape_ensure(number): the number of the table's present shape, for the changes of this stream. A shape that is new gets
+-- the next number and a line (op s) that describes it. Transactions that meet a new shape at the same time do so each: all
+-- find the same number, since no shape can change while one of them is open, and none waits for another. So the line
+-- may come more than once. Writes stream_shape and the table of changes.
+CREATE OR REPLACE FUNCTION stream_shape_ensure(stream_number integer) RETURNS integer
+LANGUAGE plpgsql SECURITY DEFINER AS $$
+DECLARE
+    c stream_changes;
+    latest stream_shape;
+    seen bigint;
+BEGIN
+    SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
+    seen := stream_shape_seen(c.source);
+    SELECT * INTO latest FROM stream_shape h WHERE h.stream = stream_number ORDER BY h.number DESC LIMIT 1;
+    IF latest.shape IS DISTINCT FROM seen THEN
+        latest.number := coalesce(latest.number, 0) + 1;
+        INSERT INTO stream_shape (stream, number, shape) VALUES (stream_number, latest.number, seen);
+        EXECUTE format('INSERT INTO change_%s (op, "row", schema) VALUES (''s'', $1, $2)', stream_number)
+            USING stream_shape_text(c), latest.number;
+    END IF;
+    RETURN latest.number;
+END
+$$;
+
+-- stream_change_key(key, alias): SQL for the key of a row as JSON: the value, or an array of the values.
+CREATE OR REPLACE FUNCTION stream_change_key(key name[], alias text) RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT format(CASE cardinality(key) WHEN 1 THEN 'to_json(%s)' ELSE 'json_build_array(%s)' END,
+        (SELECT string_agg(format('%s.%I', alias, k.name), ', ' ORDER BY k.n) FROM unnest(key) WITH ORDINALITY AS k (name, n)))
+$$;
+
+-- stream_change_plain(tbl, columns): how much the JSON of these columns depends on: 'nothing', 'zone' (the time zone), or
+-- 'settings'. The type of an element counts for an array.
+CREATE OR REPLACE FUNCTION stream_change_plain(tbl regclass, columns name[]) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT CASE max(CASE
+            WHEN coalesce(nullif(t.typelem, 0), t.oid) IN ('bool'::regtype, 'int2'::regtype, 'int4'::regtype, 'int8'::regtype,
+                'text'::regtype, 'varchar'::regtype, 'bpchar'::regtype, 'numeric'::regtype, 'uuid'::regtype, 'jsonb'::regtype,
+                'date'::regtype, 'timestamp'::regtype, 'oid'::regtype) THEN 0
+            WHEN coalesce(nullif(t.typelem, 0), t.oid) = 'timestamptz'::regtype THEN 1
+            ELSE 2 END)
+        WHEN 0 THEN 'nothing' WHEN 1 THEN 'zone' ELSE 'settings' END
+    FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+    WHERE a.attrelid = tbl AND a.attname = ANY (columns) AND NOT a.attisdropped
+$$;
+
+-- stream_change_from(c, source, extra): the query of key, data (the row as JSON) and the filters' values of the rows of
+-- source (SQL; its alias is t) that pass the predicate. extra: SQL for more columns.
+CREATE OR REPLACE FUNCTION stream_change_from(c stream_changes, source text, extra text = '') RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    key name[] := stream_columns(c.source, c.key);
+    columns name[] := stream_columns(c.source, c.columns);
+    -- a value of type json, or of a type of users, may contain line ends
+    one_line boolean := NOT EXISTS (
+        SELECT FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+        LEFT JOIN pg_type e ON e.oid = coalesce(nullif(t.typelem, 0), t.oid)
+        WHERE a.attrelid = c.source AND a.attname = ANY (columns || key) AND NOT a.attisdropped
+            AND (e.typnamespace <> 'pg_catalog'::regnamespace OR e.oid = 'json'::regtype));
+    wrapped text := CASE WHEN one_line THEN '%s' ELSE 'replace(replace((%s)::text, E''\n'', '' ''), E''\r'', '' '')::json' END;
+BEGIN
+    IF cardinality(key) < cardinality(c.key) THEN
+        PERFORM stream_refuse(format('a column of the key of %s was dropped, so its changes cannot be recorded in stream %s of replicad',
+            c.source, (SELECT s.name FROM stream s WHERE s.number = c.stream)),
+            'remove the stream: replicad streams remove NAME; and add it again');
+    END IF;
+    RETURN format(E'SELECT %s AS key, %s AS data%s%s FROM %s AS t, LATERAL (SELECT %s) AS r WHERE true%s',
+        format(wrapped, stream_change_key(key, 't')), format(wrapped, 'row_to_json(r)'),
+        (SELECT string_agg(format(', t.%I::text AS by_%s', f.name, f.n), '' ORDER BY f.n)
+            FROM unnest(stream_columns(c.source, c.filters)) WITH ORDINALITY AS f (name, n)),
+        extra, source,
+        (SELECT string_agg(format('t.%I', n.name), ', ' ORDER BY n.place) FROM unnest(columns) WITH ORDINALITY AS n (name, place)),
+        CASE WHEN c.predicate IS NOT NULL THEN format(E' AND (\n%s\n)', c.predicate) END);
+END
+$$;
+
+-- stream_change_large(c): the columns that --unchanged omit may leave out: their values can be long.
+CREATE OR REPLACE FUNCTION stream_change_large(c stream_changes) RETURNS name[]
+LANGUAGE sql STABLE AS $$
+    SELECT ARRAY(
+        SELECT n.name FROM unnest(stream_columns(c.source, c.columns)) WITH ORDINALITY AS n (name, place)
+            JOIN pg_attribute a ON a.attrelid = c.source AND a.attname = n.name
+        WHERE c.omit AND a.attlen = -1 AND a.attstorage IN ('x', 'e') AND a.attnum <> ALL (c.key)
+        ORDER BY n.place)
+$$;
+
+-- stream_change_same(c, one, other): SQL for whether two rows are the same for all readers: the same key, as text, and the same
+-- values of the filters. A row that gets another value of a filter is deleted for the readers of the one and inserted for
+-- those of the other.
+CREATE OR REPLACE FUNCTION stream_change_same(c stream_changes, one text, other text) RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN cardinality(c.filters) = 0 THEN format('%s.key::text = %s.key::text', one, other)
+        ELSE (SELECT format('json_build_array(%1$s.key, %2$s)::text = json_build_array(%3$s.key, %4$s)::text', one,
+                string_agg(format('%s.by_%s', one, f), ', ' ORDER BY f), other, string_agg(format('%s.by_%s', other, f), ', ' ORDER BY f))
+            FROM generate_series(1, cardinality(c.filters)) AS f) END
+$$;
+
+-- stream_change_update(c): the query of the changes of an UPDATE: op, key, data, before, and the filters' values. An old and
+-- a new row belong together as stream_change_same says; a key that only one of them has was changed. A column
+-- that is large and has not changed is left out of data, where the stream wants that.
+CREATE OR REPLACE FUNCTION stream_change_update(c stream_changes) RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    large name[] := stream_change_large(c);
+    small stream_changes := c;
+    news text;
+    olds text;
+    data text := 'n.data';
+    filters text := coalesce((SELECT string_agg(format(', coalesce(n.by_%s, o.by_%1$s)', f), '' ORDER BY f)
+        FROM generate_series(1, cardinality(c.filters)) AS f), '');
+BEGIN
+    IF large = '{}' THEN
+        news := stream_change_from(c, 'change_new');
+        olds := stream_change_from(c, 'change_old');
+    ELSE
+        small.columns := stream_column_numbers(c.source, ARRAY(
+            SELECT n.name FROM unnest(stream_columns(c.source, c.columns)) WITH ORDINALITY AS n (name, place)
+            WHERE n.name <> ALL (large) ORDER BY n.place));
+        news := stream_change_from(small, 'change_new', (SELECT string_agg(format(', t.%I AS large_%s', l.name, l.n), '' ORDER BY l.n)
+            FROM unnest(large) WITH ORDINALITY AS l (name, n)));
+        olds := stream_change_from(c, 'change_old', (SELECT string_agg(format(', t.%I AS large_%s', l.name, l.n), '' ORDER BY l.n)
+            FROM unnest(large) WITH ORDINALITY AS l (name, n)));
+        SELECT format('CASE WHEN n.key IS NOT NULL THEN (left(n.data::text, -1)%s || ''}'')::json END', string_agg(format(
+            ' || CASE WHEN o.key IS NOT NULL AND pg_column_size(n.large_%s) >= 256 AND record_image_eq(ROW(n.large_%1$s), '
+            'ROW(o.large_%1$s)) THEN '''' ELSE concat(%L, coalesce(to_json(n.large_%1$s)::text, ''null'')) END',
+            l.n, format(',%s:', to_json(l.name::text))), '' ORDER BY l.n))
+            INTO data FROM unnest(large) WITH ORDINALITY AS l (name, n);
+        IF position('E''\n''' IN olds) > 0 THEN
+            data := format('replace(replace((%s)::text, E''\n'', '' ''), E''\r'', '' '')::json', data);
+        END IF;
+    END IF;
+    RETURN format('SELECT CASE WHEN n.key IS NULL THEN ''d'' WHEN o.key IS NULL THEN ''i'' ELSE ''u'' END, coalesce(n.key, o.key), %s, '
+        '%s%s FROM (%s) AS n FULL JOIN (%s) AS o ON %s%s', data, CASE WHEN c.old THEN 'o.data' ELSE 'NULL::json' END,
+        filters, news, olds, stream_change_same(c, 'n', 'o'),
+        CASE WHEN cardinality(c.filters) > 0 THEN ' ORDER BY n.key IS NOT NULL' END);  -- before a row is inserted, it is deleted
+
+END
+$$;
+
+-- stream_change_usual(c): the query of the changes of an UPDATE of at most 10,000 rows that changed neither a key nor the value of a
+-- filter; for any other UPDATE it returns nothing. It takes a fifth less time than stream_change_update. NULL where the
+-- stream needs the old rows, or where values of the key that are equal may have different texts.
+CREATE OR REPLACE FUNCTION stream_change_usual(c stream_changes) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT format('SELECT ''u'', n.key, n.data, NULL::json%s FROM (%s) AS n WHERE ARRAY(SELECT %3$s FROM change_new AS t LIMIT 10000) = '
+            'ARRAY(SELECT %3$s FROM change_old AS t LIMIT 10000) AND NOT EXISTS (SELECT FROM change_new OFFSET 10000)',
+        (SELECT string_agg(format(', n.by_%s', f), '' ORDER BY f) FROM generate_series(1, cardinality(c.filters)) AS f),
+        stream_change_from(c, 'change_new'), CASE WHEN count(*) = 1 THEN min(k.value) ELSE format('ROW(%s)', string_agg(k.value, ', ')) END)
+    FROM (
+        SELECT format('t.%I', a.attname) || CASE WHEN a.attcollation <> 0 THEN ' COLLATE "C"' ELSE '' END AS value,
+            a.atttypid IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype, 'uuid'::regtype, 'text'::regtype, 'varchar'::regtype,
+                'date'::regtype, 'timestamp'::regtype, 'timestamptz'::regtype, 'bool'::regtype) AS plain
+        FROM pg_attribute a WHERE a.attrelid = c.source AND a.attnum = ANY (c.key)
+        UNION ALL
+        SELECT format('t.%I::text COLLATE "C"', a.attname), true
+        FROM pg_attribute a WHERE a.attrelid = c.source AND a.attnum = ANY (c.filters) AND NOT a.attisdropped
+    ) AS k
+    WHERE NOT c.old AND c.predicate IS NULL AND stream_change_large(c) = '{}'
+    HAVING bool_and(k.plain)
+$$;
+
+-- stream_change_mixed(c, event): the query of the changes of a statement where other statements on the same table may have
+-- run between its writes and its trigger: in a trigger or function that it called, or as another part of it. Its rows may
+-- have changed again since, and been recorded already. So what is recorded now is the present row of each key that it
+-- touched, or that there is none.
+CREATE OR REPLACE FUNCTION stream_change_mixed(c stream_changes, event text) RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    key name[] := stream_columns(c.source, c.key);
+    keys text := (SELECT string_agg(format(', t.%I AS key_%s', k.name, k.n), '' ORDER BY k.n)
+        FROM unnest(key) WITH ORDINALITY AS k (name, n));
+    filters text := coalesce((SELECT string_agg(format(', CASE WHEN v.n = 1 THEN k.by_%s ELSE p.by_%1$s END', f), '' ORDER BY f)
+        FROM generate_series(1, cardinality(c.filters)) AS f), '');
+    news text := CASE WHEN event <> 'DELETE' THEN stream_change_from(c, 'change_new', ', false AS present' || keys) END;
+    olds text := CASE WHEN event <> 'INSERT' THEN stream_change_from(c, 'change_old', ', true AS present' || keys) END;
+    here text := stream_change_from(c, stream_qualified(c.source)) || (
+        SELECT string_agg(format(' AND t.%I = k.key_%s', x.name, x.n), '' ORDER BY x.n) FROM unnest(key) WITH ORDINALITY AS x (name, n));
+BEGIN
+    RETURN format('SELECT CASE WHEN v.n = 1 THEN ''d'' WHEN k.present AND %1$s THEN ''u'' ELSE ''i'' END, k.key, '
+        'CASE WHEN v.n = 2 THEN p.data END, %2$s%3$s '
+        'FROM (SELECT DISTINCT ON (e.key::text) e.* FROM (%4$s) AS e ORDER BY e.key::text, e.present DESC) AS k '
+        'LEFT JOIN LATERAL (%5$s) AS p ON p.key::text = k.key::text CROSS JOIN (VALUES (1), (2)) AS v (n) '
+        'WHERE CASE v.n WHEN 1 THEN p.key IS NULL OR k.present AND NOT (%1$s) ELSE p.key IS NOT NULL END ORDER BY v.n',
+        stream_change_same(c, 'k', 'p'), CASE WHEN c.old THEN 'CASE WHEN k.present THEN k.data END' ELSE 'NULL::json' END, filters,
+        concat_ws(' UNION ALL ', news, olds), here);
+END
+$$;
+
+-- stream_change_sql(number, event, mixed, shape): the statement of a trigger that records the changes of an event (TG_OP), in the
+-- present shape of the table, whose number is `shape`. mixed: as stream_change_mixed has it; usual: that of stream_change_usual, or NULL.
+-- Raises RS002 where the key is gone.
+CREATE OR REPLACE FUNCTION stream_change_sql(stream_number integer, event text, mixed boolean, shape integer, usual boolean = false) RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    c stream_changes;
+    filters int[];
+    query text;
+BEGIN
+    SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
+    filters := ARRAY(SELECT generate_series(1, cardinality(c.filters)));
+    query := CASE
+        WHEN usual THEN stream_change_usual(c)
+        WHEN mixed THEN stream_change_mixed(c, event)
+        WHEN event = 'UPDATE' THEN stream_change_update(c)
+        WHEN event = 'INSERT' THEN format('SELECT ''i'', n.key, n.data, NULL::json%s FROM (%s) AS n',
+            (SELECT string_agg(format(', n.by_%s', f), '' ORDER BY f) FROM unnest(filters) AS f), stream_change_from(c, 'change_new'))
+        ELSE format('SELECT ''d'', o.key, NULL::json, %s%s FROM (%s) AS o', CASE WHEN c.old THEN 'o.data' ELSE 'NULL::json' END,
+            (SELECT string_agg(format(', o.by_%s', f), '' ORDER BY f) FROM unnest(filters) AS f), stream_change_from(c, 'change_old'))
+    END;
+    IF query IS NULL THEN
+        RETURN NULL;
+    END IF;
+    RETURN format(E'INSERT INTO %I.change_%s (op, key, "row", old%s, schema)\n'
+        '/* This records this write in stream %s of replicad. If it fails, stop recording: replicad streams remove STREAM */\n'
+        'SELECT q.*, %s FROM (%s) AS q', current_schema(), c.stream,
+        (SELECT string_agg(format(', by_%s', f), '' ORDER BY f) FROM unnest(filters) AS f),
+        (SELECT replace(replace(s.name, '*/', '* /'), '/*', '/ *') FROM stream s WHERE s.number = c.stream), shape, query);
+END
+$$;
+
+-- stream_change_body(number, shape): the source of the trigger function of a stream of changes, for a shape of the table.
+--
+-- It leaves the moment of the client's statement in a setting of the transaction. Where it finds it there, it has been called
+-- for the same statement of the client already: see stream_change_mixed. At READ COMMITTED the shape is compared when
+-- the query is planned. In other transactions the plan may be older than their snapshot, so there it is compared each time.
+CREATE OR REPLACE FUNCTION stream_change_body(stream_number integer, shape integer) RETURNS text
+LANGUAGE plpgsql STABLE AS $outer$
+DECLARE
+    c stream_changes;
+    event record;
+    body text := '';
+    seen bigint;
+BEGIN
+    SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
+    seen := stream_shape_seen(c.source);
+    FOR event IN SELECT * FROM (VALUES ('UPDATE', 'change_old'), ('INSERT', 'change_new'), ('DELETE', 'change_old')) AS e (name, touched)
+    LOOP
+        body := body || format($sql$
+    IF TG_OP = %1$L THEN
+        IF current_setting('transaction_isolation') = 'read committed' THEN
+            SELECT %2$I.stream_shape_now(%3$s::oid) = %4$L::bigint INTO change_same FROM %5$s LIMIT 1;
+        ELSE
+            SELECT %2$I.stream_shape_seen(%3$s::oid) = %4$L::bigint INTO change_same FROM %5$s LIMIT 1;
+        END IF;
+        IF change_same IS NULL THEN
+            RETURN NULL;
+        ELSIF NOT change_same THEN
+            EXECUTE %2$I.stream_change_sql(%6$s, TG_OP, change_mixed, %2$I.stream_shape_ensure(%6$s));
+        ELSIF change_mixed THEN
+            %7$s;
+        ELSE%8$s
+            %9$s;
+        END IF;
+    END IF;$sql$,
+            event.name, current_schema(), c.source::oid, seen, event.touched, c.stream,
+            stream_change_sql(c.stream, event.name, true, shape),
+            CASE WHEN event.name = 'UPDATE' AND stream_change_usual(c) IS NOT NULL THEN format($sql$
+            %s;
+            IF FOUND THEN
+                PERFORM set_config('replicad.change_%s', change_moment, true);
+                RETURN NULL;
+            END IF;$sql$, stream_change_sql(c.stream, event.name, false, shape, true), c.stream) END,
+            stream_change_sql(c.stream, event.name, false, shape));
+    END LOOP;
+    RETURN format($sql$
+#variable_conflict use_column
+DECLARE
+    change_moment text := statement_timestamp()::text;
+    change_mixed boolean := current_setting('replicad.change_%s', true) IS NOT DISTINCT FROM change_moment;
+    change_same boolean;
+BEGIN%s
+    PERFORM set_config('replicad.change_%1$s', change_moment, true);
+    RETURN NULL;
+END
+$sql$, c.stream, body);
+END
+$outer$;
+
+-- stream_change_truncated(): BEFORE TRUNCATE trigger; its argument is the number of the stream. The TRUNCATE of the whole table is
+-- one change (op t). That of a single partition is a change for each of its rows (op d). Postgres fires the trigger for each
+-- table that a TRUNCATE reaches, the whole table first: where our transaction's last change is t, the rest is recorded already.
+CREATE OR REPLACE FUNCTION stream_change_truncated() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET row_security = off AS $$
+DECLARE
+    c stream_changes;
+    target text;
+    last_op "char";
+    shape integer;
+BEGIN
+    SELECT * INTO c FROM stream_changes x WHERE x.stream = TG_ARGV[0]::integer;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    target := format('change_%s', c.stream);
+    EXECUTE format('SELECT x.op FROM %I x WHERE x.xid = pg_current_xact_id() ORDER BY x.id DESC LIMIT 1', target) INTO last_op;
+    shape := stream_shape_ensure(c.stream);
+    IF c.source = TG_RELID THEN
+        EXECUTE format('INSERT INTO %I (op, schema) VALUES (''t'', %s)', target, shape);
+    ELSIF last_op IS DISTINCT FROM 't' THEN
+        PERFORM stream_refuse(format('partition %s of %s is recorded in a stream of replicad, so TRUNCATE of it alone needs the '
+            'isolation level READ COMMITTED: rows that were committed after this transaction began would not be recorded',
+            TG_RELID::regclass, c.source), 'run TRUNCATE in a transaction of its own at READ COMMITTED, or use DELETE')
+            WHERE current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted');
+        PERFORM stream_change_lines(c, format('SELECT ''d'' AS op, q.key, %s AS data%s FROM (%s) AS q', CASE WHEN c.old THEN 'q.data' ELSE 'NULL::json' END,
+            (SELECT string_agg(format(', q.by_%s', f), '' ORDER BY f) FROM generate_series(1, cardinality(c.filters)) AS f),
+            stream_change_from(c, stream_qualified(TG_RELID))), 'old', shape, NULL);
+    END IF;
+    RETURN NULL;
+END
+$$;
+
+-- stream_change_lines(c, query, place, shape, ids): runs a query of op, key, data and the filters' values as the owner of the source,
+-- and puts what it returns into the table of changes, with data in the column `place` (row or old). ids: their ids in their order
+-- (NULL: the next ones). Returns how many there were, and the last of them. Writes the table of changes.
+CREATE OR REPLACE FUNCTION stream_change_lines(
+    c stream_changes, query text, place text, shape integer, ids bigint[], OUT count bigint, OUT last json
+)
+LANGUAGE plpgsql AS $$
+DECLARE
+    filters text := coalesce((SELECT string_agg(format(', by_%s', f), '' ORDER BY f)
+        FROM generate_series(1, cardinality(c.filters)) AS f), '');
+BEGIN
+    EXECUTE format('WITH line AS MATERIALIZED (SELECT l.text::json AS one, l.n FROM stream_as_owner($1, $2, $3) WITH ORDINALITY AS l (text, n)), '
+        'stored AS (INSERT INTO change_%s (%s op, key, %I%s, schema) '
+        'SELECT %s (one ->> ''op'')::"char", one -> ''key'', CASE WHEN json_typeof(one -> ''data'') <> ''null'' THEN one -> ''data'' END%s, $4 FROM line ORDER BY n) '
+        'SELECT count(*), (SELECT one FROM line ORDER BY n DESC LIMIT 1) FROM line',
+        c.stream, CASE WHEN ids IS NOT NULL THEN 'id,' END, place, filters,
+        CASE WHEN ids IS NOT NULL THEN '$5[n],' END,
+        regexp_replace(filters, ', (by_\d+)', ', one ->> ''\1''', 'g'))
+        INTO count, last
+        USING c.source, format('SELECT row_to_json(x)::text FROM (%s) AS x', query), stream_path_text(c.path), shape, ids;
+END
+$$;
+
+-- stream_change_triggers(number, tbl): the triggers of a stream of changes on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE,
+-- 32 TRUNCATE), the function, and whether it fires in every session.
+CREATE OR REPLACE FUNCTION stream_change_triggers(stream_number integer, tbl regclass)
+RETURNS TABLE (name name, event integer, function regprocedure, fires boolean)
+LANGUAGE sql STABLE AS $$
+    SELECT g.tgname, g.tgtype & 60, p.oid::regprocedure, g.tgenabled = 'A' AND g.tgqual IS NULL AND g.tgtype & 1 = 0
+    FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
+    WHERE g.tgrelid = $2 AND p.pronamespace = quote_ident(current_schema())::regnamespace
+        AND (p.proname = 'change_' || $1 OR p.proname = 'stream_change_truncated'
+            AND g.tgargs = convert_to($1::text, getdatabaseencoding()) || decode('00', 'hex'))
+$$;
+
+-- stream_change_function_ensure(number): makes the trigger function of a stream of changes as the present shape of its table wants it,
+-- if it is not so. The function runs with the rights of the table's owner, whose code types and predicate may run. Writes the
+-- function, and what stream_shape_ensure writes.
+CREATE OR REPLACE FUNCTION stream_change_function_ensure(stream_number integer) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    c stream_changes;
+    owner oid;
+    signature text := format('%I.change_%s()', current_schema(), stream_number);
+    body text := stream_change_body(stream_number, stream_shape_ensure(stream_number));
+    path text;
+    settings text[];
+BEGIN
+    SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
+    owner := stream_runs_as(c.source);
+    path := 'search_path=' || stream_path_text(c.path);
+    settings := ARRAY[path] || CASE
+        WHEN c.predicate IS NOT NULL THEN stream_fixed()
+        ELSE CASE stream_change_plain(c.source, stream_columns(c.source, c.columns) || stream_columns(c.source, c.key) || stream_columns(c.source, c.filters))
+            WHEN 'nothing' THEN '{}'
+            WHEN 'zone' THEN ARRAY['TimeZone=UTC']
+            ELSE stream_fixed() END
+        END;
+    IF EXISTS (SELECT FROM pg_proc p WHERE p.oid = to_regprocedure(signature) AND p.prosrc = body AND p.prosecdef
+            AND p.proconfig = settings AND p.proowner = coalesce(owner, p.proowner)) THEN
+        RETURN;
+    END IF;
+    EXECUTE format('CREATE OR REPLACE FUNCTION %s RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s%s AS %L',
+        signature, stream_path_text(c.path), (SELECT string_agg(format(' SET %s = %L', split_part(s.setting, '=', 1),
+            split_part(s.setting, '=', 2)), '' ORDER BY s.n) FROM unnest(settings) WITH ORDINALITY AS s (setting, n) WHERE s.n > 1), body);
+    EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', signature);
+    EXECUTE format('COMMENT ON FUNCTION %s IS %L', signature, 'replicad: records the changes of ' || stream_qualified(c.source));
+    IF owner IS NOT NULL THEN
+        PERFORM stream_give(signature, owner);
+        EXECUTE format('GRANT USAGE ON SCHEMA %I TO %I', current_schema(), pg_get_userbyid(owner));
+        EXECUTE format('GRANT INSERT ON change_%s TO %I', stream_number, pg_get_userbyid(owner));
+    END IF;
+END
+$$;
+
+-- stream_changes_ensure(number): makes the function and the triggers of a stream of changes as they should be: of all partitions, enabled.
+-- Where it changes triggers, writers of the table wait for the transaction's end. Writes functions and triggers.
+CREATE OR REPLACE FUNCTION stream_changes_ensure(stream_number integer) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    c stream_changes;
+    member regclass;
+    wanted record;
+BEGIN
+    PERFORM stream_change_function_ensure(stream_number);
+    SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
+    FOR member IN SELECT t FROM stream_tables(c.source) t LOOP
+        FOR wanted IN
+            SELECT * FROM (VALUES
+                (4, 'insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS change_new', format('change_%s()', c.stream)),
+                (16, 'update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS change_new OLD TABLE AS change_old', format('change_%s()', c.stream)),
+                (8, 'delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS change_old', format('change_%s()', c.stream)),
+                (32, 'truncate', 'BEFORE TRUNCATE', '', format('stream_change_truncated(%s)', c.stream))
+            ) AS w (bit, moment, event, transitions, call)
+        LOOP
+            IF NOT EXISTS (SELECT FROM stream_change_triggers(c.stream, member) g WHERE g.event = wanted.bit AND g.fires) THEN
+                EXECUTE format('CREATE OR REPLACE TRIGGER replicad_change_%s_%s %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION %I.%s',
+                    c.stream, wanted.moment, wanted.event, stream_qualified(member), wanted.transitions, current_schema(), wanted.call);
+                -- also in sessions with session_replication_role = replica
+                EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER replicad_change_%s_%s', stream_qualified(member), c.stream,
+                    wanted.moment);
+            END IF;
+        END LOOP;
+    END LOOP;
+END
+$$;
+
+-- stream_change_check(source, key): the numbers of the columns of the key, after a check that changes of this table can be recorded.
+-- key NULL: its primary key. Raises RS002.
+CREATE OR REPLACE FUNCTION stream_change_check(source regclass, key name[]) RETURNS smallint[]
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    numbers smallint[];
+    named text;
+BEGIN
+    PERFORM stream_check_table(source);
+    PERFORM stream_refuse(format('%s is a table of replicad', source), 'name a table of yours')
+        FROM pg_class c WHERE c.oid = source AND c.relnamespace = quote_ident(current_schema())::regnamespace;
+    PERFORM stream_refuse(format('%s is a partition of %s', source, i.inhparent::regclass), format('name the whole table: --table %s', i.inhparent::regclass))
+        FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhrelid = source AND c.relispartition;
+    PERFORM stream_refuse(format('%s has heirs (INHERITS), and no key is unique over all of them', source), 'use partitions instead')
+        FROM pg_class c WHERE c.oid = source AND c.relkind = 'r' AND EXISTS (SELECT FROM pg_inherits i WHERE i.inhparent = c.oid);
+    PERFORM stream_refuse(format('%s is filled by a subscription, whose changes fire no triggers of statements', source),
+        'record the changes where they are made, on the publisher') FROM pg_subscription_rel r WHERE r.srrelid = source;
+    IF key IS NULL THEN
+        SELECT i.indkey::smallint[] INTO numbers FROM pg_index i WHERE i.indrelid = source AND i.indisprimary;
+        PERFORM stream_refuse(format('%s has no primary key, so a change cannot say which row it is about', source), format(
+            'run: ALTER TABLE %s ADD PRIMARY KEY (...); or name the columns of a unique index: --key COLUMN[,COLUMN]', source))
+            WHERE NOT FOUND;
+        numbers := numbers[0:(SELECT i.indnkeyatts - 1 FROM pg_index i WHERE i.indrelid = source AND i.indisprimary)];
+        numbers := ARRAY(SELECT n FROM unnest(numbers) WITH ORDINALITY AS u (n, place) ORDER BY place);
+    ELSE
+        numbers := stream_column_numbers(source, key);
+    END IF;
+    named := array_to_string(ARRAY(SELECT quote_ident(n) FROM unnest(stream_columns(source, numbers)) n), ', ');
+    IF NOT EXISTS (
+            SELECT FROM pg_index i WHERE i.indrelid = source AND i.indisunique AND i.indimmediate AND i.indisvalid AND i.indpred IS NULL
+                AND i.indexprs IS NULL AND i.indnkeyatts = cardinality(numbers)
+                AND numbers @> (i.indkey::smallint[])[0:i.indnkeyatts - 1]) THEN
+        PERFORM stream_refuse(format('(%s) is not the key of a unique index of %s that is checked at once', named, source),
+            'a change names its row by the key, so no two rows may have the same, not even within a transaction: use a unique '
+            'index or constraint that is neither partial nor DEFERRABLE');
+    END IF;
+    PERFORM stream_refuse(format('column %I of the key of %s may be NULL', a.attname, source),
+        format('run: ALTER TABLE %s ALTER COLUMN %I SET NOT NULL', source, a.attname))
+        FROM pg_attribute a WHERE a.attrelid = source AND a.attnum = ANY (numbers) AND NOT a.attnotnull LIMIT 1;
+    PERFORM stream_refuse(format('role %I may not read %s, whose changes it would record', current_user, source),
+        format('run: GRANT SELECT ON %s TO %I', source, current_user))
+        WHERE stream_runs_as(source) IS NULL AND NOT has_table_privilege(source, 'SELECT');
+    PERFORM stream_refuse(stream_hidden(source), 'or use a table without row security') WHERE stream_hidden(source) IS NOT NULL;
+    RETURN numbers;
+END
+$$;
+
+-- stream_change_check_predicate(c): raises RS002 unless the predicate of a stream of changes is a condition on a row of its table. Reads no row.
+CREATE OR REPLACE FUNCTION stream_change_check_predicate(c stream_changes) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    refusal text;
+BEGIN
+    IF c.predicate IS NULL THEN
+        RETURN;
+    END IF;
+    BEGIN
+        PERFORM stream_as_owner(c.source, format(E'SELECT ''''::text FROM (SELECT %s FROM %s) AS t WHERE (\n%s\n) IS TRUE LIMIT 0',
+            (SELECT string_agg(quote_ident(n), ', ') FROM unnest(stream_columns(c.source, NULL)) AS n), stream_qualified(c.source),
+            c.predicate), stream_path_text(c.path));
+    EXCEPTION WHEN OTHERS THEN
+        IF left(SQLSTATE, 2) IN ('08', '40', '53', '55', '57', '58', 'XX') THEN
+            RAISE;  -- a lock, a deadlock, the disk: nothing is wrong with the expression
+        END IF;
+        refusal := SQLERRM;
+    END;
+    PERFORM stream_refuse(format('the condition %L does not fit table %s: %s', c.predicate, c.source, refusal), format(
+        'write an SQL condition on the columns of the table, which is called t; names were looked up along %s', stream_path_text(c.path)))
+        WHERE refusal IS NOT NULL;
+END
+$$;
+
+-- stream_add_changes(name, source, ...): makes the changes of a table a stream. From the end of this transaction on every INSERT, UPDATE,
+-- DELETE and TRUNCATE is recorded in a table of this schema.
+--   key        the columns that name a row; default: the primary key. A unique index must have them
+--   columns    of the row that are sent, with the key; default: all, and those that are added later
+--   predicate  SQL on a row (called t): other rows are not in the stream
+--   old        send the row before an UPDATE or DELETE too
+--   omit       leave large columns out of an UPDATE that did not change them
+--   filters    columns by whose values readers may ask for a part of the stream
+--   max_row    as stream_add
+--   path       where names of the predicate are looked up; by default the caller's search_path
+-- Returns notes. Raises RS002 with the reason and the remedy. Writes stream, stream_changes, stream_shape, and what stream_add writes;
+-- creates a table, a function and triggers, for which writers wait.
+CREATE OR REPLACE FUNCTION stream_add_changes(
+    name text, source regclass, key name[] = NULL, columns name[] = NULL, predicate text = NULL, old boolean = false,
+    omit boolean = false, filters name[] = NULL, max_row bigint = 67108864, path name[] = current_schemas(false)
+) RETURNS text[]
+LANGUAGE plpgsql AS $$
+DECLARE
+    c stream_changes;
+    notes text[];
+    target text;
+    filter integer;
+BEGIN
+    LOCK TABLE stream IN SHARE ROW EXCLUSIVE MODE;  -- as stream_add, which numbers the stream
+    PERFORM stream_check_name(name);
+    c.stream := stream_number_next();
+    c.source := source;
+    c.key := stream_change_check(source, key);
+    c.columns := stream_column_numbers(source, columns);
+    IF c.columns IS NOT NULL THEN
+        c.columns := (SELECT array_agg(k ORDER BY n) FROM unnest(c.key) WITH ORDINALITY AS u (k, n) WHERE k <> ALL (c.columns)) || c.columns;
+    END IF;
+    c.predicate := predicate;
+    c.path := CASE WHEN predicate IS NULL THEN '{}' ELSE stream_safe_path(path) END;
+    c.old := old;
+    c.omit := omit;
+    c.filters := coalesce(stream_column_numbers(source, filters), '{}');
+    PERFORM stream_refuse('a stream has at most 8 filters', 'name the columns that readers ask for')
+        WHERE cardinality(c.filters) > 8;
+    PERFORM stream_reader_ensure(source);
+    PERFORM stream_change_check_predicate(c);
+    target := format('change_%s', c.stream);
+    EXECUTE format('CREATE TABLE %I (id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY, op "char" NOT NULL, key json, '
+        '"row" json, old json, schema integer NOT NULL, xid xid8 NOT NULL DEFAULT pg_current_xact_id(), '
+        'at timestamptz NOT NULL DEFAULT statement_timestamp()%s)', target,
+        (SELECT string_agg(format(', by_%s text', f), '' ORDER BY f) FROM generate_series(1, cardinality(c.filters)) AS f));
+    EXECUTE format('COMMENT ON TABLE %I IS %L', target, format('replicad: changes of %s', stream_qualified(source)));
+    FOR filter IN SELECT generate_series(1, cardinality(c.filters)) LOOP
+        EXECUTE format('CREATE INDEX %I ON %I (by_%s, id)', format('%s_by_%s', target, filter), target, filter);
+    END LOOP;
+    PERFORM stream_belong('TABLE ' || quote_ident(target));
+    notes := stream_add(name, target::regclass, 'id', max_row => max_row);
+    -- What stream_change_line_sql yields is JSON on one line: nothing has to check it again row by row.
+    UPDATE stream x SET row_sql = stream_change_line_sql(), row_type = 'jsonb' WHERE x.number = c.stream;
+    INSERT INTO stream_changes SELECT c.*;
+    PERFORM stream_changes_ensure(c.stream);
+    PERFORM stream_changes_note(c.stream);
+    RETURN notes;
+END
+$$;
+COMMENT ON FUNCTION stream_add_changes(text, regclass, name[], name[], text, boolean, boolean, name[], bigint, name[])
+    IS 'Makes the changes of a table a stream; returns notes worth reading';
+
+-- stream_change_line_sql(): the row expression of a stream of changes.
+CREATE OR REPLACE FUNCTION stream_change_line_sql() RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT $sql$'{"op":"' || t.op::text || '"' || coalesce(',"key":' || t.key, '') || coalesce(',"row":' || t."row", '') || coalesce(',"old":' || t.old, '') || ',"schema":' || t.schema || ',"xid":' || t.xid || ',"at":' || to_json(t.at) || '}'$sql$
+$$;
+
+-- stream_changes_remove(number): drops the triggers, the function and the table of a stream of changes. Does nothing for other streams.
+CREATE OR REPLACE FUNCTION stream_changes_remove(stream_number integer) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    present record;
+BEGIN
+    IF NOT EXISTS (SELECT FROM stream_changes c WHERE c.stream = stream_number) THEN
+        RETURN;
+    END IF;
+    FOR present IN
+        SELECT g.tgname, stream_qualified(g.tgrelid) AS tbl FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
+        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+            AND (p.proname = 'change_' || stream_number OR p.proname = 'stream_change_truncated'
+                AND g.tgargs = convert_to(stream_number::text, getdatabaseencoding()) || decode('00', 'hex'))
+    LOOP
+        EXECUTE format('DROP TRIGGER %I ON %s', present.tgname, present.tbl);
+    END LOOP;
+    EXECUTE format('DROP FUNCTION IF EXISTS change_%s()', stream_number);
+    EXECUTE format('DROP TABLE IF EXISTS change_%s', stream_number);
+END
+$$;
+
+-- stream_changes_fault(s): what keeps changes of the source of a stream from being recorded, with the remedy; NULL where all are, and for streams of
+-- another kind.
+CREATE OR REPLACE FUNCTION stream_changes_fault(s stream) RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    c stream_changes;
+    again text := format('replicad streams snapshot %s --anew', stream_shell(s.name));
+    member regclass;
+BEGIN
+    SELECT * INTO c FROM stream_changes x WHERE x.stream = s.number;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    ELSIF NOT EXISTS (SELECT FROM pg_class x WHERE x.oid = c.source) THEN
+        RETURN format('the table whose changes it has was dropped; run: replicad streams remove %s', stream_shell(s.name));
+    END IF;
+    SELECT t INTO member FROM stream_tables(c.source) t
+        WHERE 4 > (SELECT count(*) FROM stream_change_triggers(c.stream, t) g WHERE g.fires) LIMIT 1;
+    IF FOUND THEN
+        RETURN format('triggers of replicad on %s are missing or disabled, so changes of it are not recorded; run: %s', member, again);
+    END IF;
+    IF stream_hidden(c.source) IS NOT NULL THEN
+        RETURN stream_hidden(c.source) || '; then run: ' || again;
+    END IF;
+    IF c.missed_at IS NOT NULL THEN
+        RETURN format('changes of %s may not have been recorded: %s (%s); to send all rows anew, run: %s', c.source, c.missed,
+            to_char(c.missed_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS "UTC"'), again);
+    END IF;
+    RETURN NULL;
+END
+$$;

@@ -1,0 +1,274 @@
+"""What a write to a table puts into its stream of changes, and what is refused, shown and repaired."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from replicad.errors import DatabaseError, StreamRefused
+from replicad.postgres.bridge import Database, open_database
+from replicad.streams import status
+from replicad.streams.registry import RecordedChanges, Registry
+from tests.roles import as_role
+
+T = "CREATE TABLE t (id bigint PRIMARY KEY, customer integer, body text)"
+
+
+async def changes(db: Database, number: int = 1) -> list[tuple[Any, ...]]:
+    """The recorded changes: op, key and row; what they are of a description is its columns."""
+    rows = await db.fetch(
+        f'SELECT op::text, key::text, coalesce("row", old)::text AS data FROM replicad.change_{number} ORDER BY id'
+    )
+    found = []
+    for row in rows:
+        data = None if row["data"] is None else json.loads(row["data"])
+        if row["op"] == "s":
+            data = [column["name"] for column in data["columns"]]
+        found.append((row["op"], None if row["key"] is None else json.loads(row["key"]), data))
+    return found
+
+
+async def record(db: Database, sql: str = T, **recorded: Any) -> Registry:
+    """Make a table, and a stream of its changes; forget the description of the table."""
+    await db.execute(sql)
+    registry = Registry(db)
+    await registry.add_changes("t", "public.t", RecordedChanges(**recorded))
+    await db.execute("DELETE FROM replicad.change_1")
+    return registry
+
+
+async def test_each_way_to_write_is_recorded_with_keys_and_rows(database: Database) -> None:
+    await record(database, columns=("customer",))
+    await database.execute("INSERT INTO t VALUES (1, 7), (2, 8)")
+    await database.execute("UPDATE t SET customer = 9 WHERE id = 1")
+    await database.execute("UPDATE t SET id = 3 WHERE id = 2")
+    await database.execute("UPDATE t SET customer = 0 WHERE id = 99")
+    await database.execute("DELETE FROM t WHERE id = 3")
+    await database.execute("TRUNCATE t")
+    found = await changes(database)
+    assert sorted(found[3:5]) == [("d", 2, None), ("i", 3, {"id": 3, "customer": 8})]
+    assert found[:3] + found[5:] == [
+        ("i", 1, {"id": 1, "customer": 7}),
+        ("i", 2, {"id": 2, "customer": 8}),
+        ("u", 1, {"id": 1, "customer": 9}),
+        ("d", 3, None),
+        ("t", None, None),
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 17, 10_000, 10_001])
+async def test_an_update_of_any_number_of_rows_is_recorded_once_for_each_row(database: Database, rows: int) -> None:
+    await record(database)
+    await database.execute(f"INSERT INTO t SELECT i, 1 FROM generate_series(1, {rows}) AS i")
+    await database.execute("UPDATE t SET customer = 2")
+    found = await database.fetch(
+        "SELECT op::text, count(*) AS n, count(DISTINCT key::text) AS keys FROM replicad.change_1 GROUP BY 1 ORDER BY 1"
+    )
+    assert [tuple(row) for row in found] == [("i", rows, rows), ("u", rows, rows)]
+
+
+async def test_rows_that_leave_or_enter_the_condition_are_deleted_and_inserted(database: Database) -> None:
+    await record(database, where="t.customer > 5 -- only these", old=True)
+    await database.execute("INSERT INTO t VALUES (1, 7), (2, 1)")
+    await database.execute("UPDATE t SET customer = 8 WHERE id = 2")
+    await database.execute("UPDATE t SET customer = NULL WHERE id = 1")
+    await database.execute("UPDATE t SET body = 'x' WHERE id = 1")
+    assert [found[:2] for found in await changes(database)] == [("i", 1), ("i", 2), ("d", 1)]
+
+
+async def test_a_large_column_that_was_not_changed_can_be_left_out(database: Database) -> None:
+    await record(database, omit=True)
+    await database.execute("INSERT INTO t SELECT 1, 7, string_agg(md5(i::text), '') FROM generate_series(1, 99) AS i")
+    await database.execute("UPDATE t SET customer = 8")
+    await database.execute("UPDATE t SET body = 'short'")
+    await database.execute("UPDATE t SET customer = 9, id = 2")
+    kinds = [(op, sorted(data) if data else None) for op, _, data in await changes(database)]
+    whole = ["body", "customer", "id"]
+    assert kinds[:3] == [("i", whole), ("u", ["customer", "id"]), ("u", whole)]
+    assert sorted(kinds[3:], key=str) == [("d", None), ("i", whole)], "the row under its new key is whole"
+
+
+async def test_a_row_that_gets_another_value_of_a_filter_is_deleted_for_one_reader_and_inserted_for_the_other(
+    database: Database,
+) -> None:
+    await record(database, filters=("customer",))
+    await database.execute("INSERT INTO t VALUES (1, 7)")
+    await database.execute("UPDATE t SET body = 'x'")
+    await database.execute("UPDATE t SET customer = 8")
+    await database.execute("DO $$ BEGIN UPDATE t SET body = 'y'; UPDATE t SET customer = 9; END $$")
+    rows = await database.fetch("SELECT op::text, by_1 FROM replicad.change_1 ORDER BY id")
+    assert [tuple(row) for row in rows] == [
+        ("i", "7"), ("u", "7"), ("d", "7"), ("i", "8"), ("u", "8"), ("d", "8"), ("i", "9"),
+    ]  # fmt: skip
+
+
+async def test_each_change_of_columns_is_described_before_the_first_change_that_has_it(database: Database) -> None:
+    registry = await record(database, "CREATE TABLE t (gone integer, id integer PRIMARY KEY, n integer)")
+    await database.execute("INSERT INTO t VALUES (0, 1, 5)")
+    for number, change in enumerate(
+        ("DROP COLUMN gone", "ADD COLUMN more text", "RENAME COLUMN id TO key", "ALTER COLUMN n TYPE text")
+    ):
+        await database.execute(f"ALTER TABLE t {change}")
+        if number % 2:
+            await registry.look_after_changes()  # the daemon renews the trigger function; without it, it works too
+        await database.execute("UPDATE t SET n = '7'")
+    assert await changes(database) == [
+        ("i", 1, {"gone": 0, "id": 1, "n": 5}),
+        ("s", None, ["id", "n"]), ("u", 1, {"id": 1, "n": 7}),
+        ("s", None, ["id", "n", "more"]), ("u", 1, {"id": 1, "n": 7, "more": None}),
+        ("s", None, ["key", "n", "more"]), ("u", 1, {"key": 1, "n": 7, "more": None}),
+        ("s", None, ["key", "n", "more"]), ("u", 1, {"key": 1, "n": "7", "more": None}),
+    ]  # fmt: skip
+    assert await database.fetch_value("SELECT array_agg(DISTINCT schema ORDER BY schema) FROM replicad.change_1") == [
+        1, 2, 3, 4, 5,
+    ]  # fmt: skip
+
+
+async def test_statements_of_replicas_and_of_other_roles_are_recorded(database: Database, database_url: str) -> None:
+    await record(database)
+    await database.execute(
+        "SET session_replication_role = replica; INSERT INTO t VALUES (1); RESET session_replication_role"
+    )
+    if not await database.fetch_value("SELECT true FROM pg_roles WHERE rolname = 'plain_writer'"):
+        await database.execute("CREATE ROLE plain_writer LOGIN")
+    await database.execute("GRANT INSERT ON t TO plain_writer")
+    async with open_database(as_role(database_url, "plain_writer"), size=1, application_name="writer") as other:
+        with pytest.raises(DatabaseError, match="permission denied"):
+            await other.execute("DELETE FROM replicad.change_1")
+        await other.execute("INSERT INTO t VALUES (2)")
+    assert [key for _, key, _ in await changes(database)] == [1, 2]
+    await database.execute("REVOKE ALL ON t FROM plain_writer")
+
+
+async def test_values_have_one_text_whatever_the_session_has_set(database: Database) -> None:
+    await record(database, "CREATE TABLE t (id integer PRIMARY KEY, at timestamptz, f float8, b bytea, i interval)")
+    row = "'2026-01-02 03:04:05+00', 0.1::float8 + 0.2, '\\x01ff', '1 day 2 hours'"
+    await database.execute(f"INSERT INTO t VALUES (1, {row})")
+    await database.execute(
+        "SET TimeZone = 'Asia/Tokyo'; SET DateStyle = 'German'; SET IntervalStyle = 'iso_8601';"
+        f"SET bytea_output = 'escape'; SET extra_float_digits = -10; INSERT INTO t VALUES (2, {row}); RESET ALL"
+    )
+    one, other = ({**data, "id": 0} for _, _, data in await changes(database))
+    assert one == other
+
+
+async def test_new_partitions_are_followed_and_rows_that_they_bring_are_read(database: Database) -> None:
+    parts = "CREATE TABLE t (id integer PRIMARY KEY, n integer) PARTITION BY RANGE (id)"
+    registry = await record(database, f"{parts}; CREATE TABLE t_1 PARTITION OF t FOR VALUES FROM (0) TO (10)")
+    await database.execute(
+        "CREATE TABLE t_2 (n integer, id integer PRIMARY KEY); INSERT INTO t_2 VALUES (0, 11);"
+        "ALTER TABLE t ATTACH PARTITION t_2 FOR VALUES FROM (10) TO (20)"
+    )
+    assert await registry.look_after_changes() == []
+    await database.execute("INSERT INTO t_2 VALUES (0, 12)")
+    while (step := await registry.snapshot_step(1)) is not None:
+        assert step.waits_for == ()
+    await database.execute("UPDATE t SET id = 5 WHERE id = 12; TRUNCATE t_2")
+    found = [(op, key) for op, key, _ in await changes(database) if op != "s"]
+    assert found[0] == ("i", 12)
+    assert found[1:3] == [("r", 11), ("r", 12)]
+    assert sorted(found[3:5]) == [("d", 12), ("i", 5)]
+    assert found[5:] == [("d", 11)]
+    assert (await status.show(database, "t")).state != status.UNRECORDED
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        ("ALTER TABLE t_1 DISABLE TRIGGER ALL", "missing or disabled"),
+        ("ALTER TABLE t_1 DISABLE TRIGGER ALL; ALTER TABLE t_1 ENABLE ALWAYS TRIGGER replicad_change_1_insert;"
+         "ALTER TABLE t_1 ENABLE ALWAYS TRIGGER replicad_change_1_update;"
+         "ALTER TABLE t_1 ENABLE ALWAYS TRIGGER replicad_change_1_delete;"
+         "ALTER TABLE t_1 ENABLE ALWAYS TRIGGER replicad_change_1_truncate", "were off or changed"),
+        ("ALTER TABLE t DETACH PARTITION t_1", "detached or dropped"),
+        ("DROP TABLE t_1", "detached or dropped"),
+    ],
+)  # fmt: skip
+async def test_what_may_have_been_missed_is_shown_until_all_rows_are_sent_anew(
+    database: Database, harm: str, problem: str
+) -> None:
+    parts = "CREATE TABLE t (id integer PRIMARY KEY) PARTITION BY RANGE (id)"
+    registry = await record(
+        database,
+        f"{parts}; CREATE TABLE t_1 PARTITION OF t DEFAULT; CREATE TABLE t_2 PARTITION OF t FOR VALUES FROM (0) TO (9)",
+    )
+    await database.execute("INSERT INTO t VALUES (1)")
+    await database.execute(harm)
+    await registry.look_after_changes()
+    shown = await status.show(database, "t")
+    assert shown.state == status.UNRECORDED
+    assert problem in (shown.problem or "")
+    assert "replicad streams snapshot t --anew" in (shown.problem or "")
+    await registry.request_snapshot("t", anew=True)
+    await registry.look_after_changes()
+    assert (await status.show(database, "t")).state != status.UNRECORDED
+    while await registry.snapshot_step(1) is not None:
+        pass
+    assert [found[:2] for found in await changes(database)][-3:] == [("t", None), ("s", None), ("r", 1)]
+
+
+async def test_a_chunk_waits_for_writers_that_may_have_lower_ids_and_reports_them(database: Database) -> None:
+    registry = await record(database)
+    await database.execute("INSERT INTO t VALUES (1, 0), (2, 0)")
+    await registry.request_snapshot("t")
+    step = "SELECT number, sent, finished, cardinality(waits_for) FROM replicad.stream_snapshot_step(1, 10, '50 ms')"
+    async with database.connection() as writer:
+        await writer.execute("BEGIN; UPDATE t SET customer = 9 WHERE id = 1")
+        assert tuple(await database.fetch_row(step)) == (1, 0, False, 1)
+        await writer.execute("PREPARE TRANSACTION 'changes'")
+        assert tuple(await database.fetch_row(step)) == (1, 0, False, 1), "a prepared transaction counts"
+        await database.execute("COMMIT PREPARED 'changes'")
+    assert tuple(await database.fetch_row(step)) == (1, 2, True, None)
+    assert [found[:2] for found in await changes(database)][-2:] == [("r", 1), ("r", 2)]
+    assert (await changes(database))[-2][2]["customer"] == 9
+
+
+REFUSED = {
+    "CREATE TABLE t (id bigint)": "has no primary key",
+    "CREATE TABLE t (id bigint PRIMARY KEY DEFERRABLE)": "checked at once",
+    "CREATE TABLE t (id bigint PRIMARY KEY); CREATE TABLE u () INHERITS (t)": "has heirs",
+    "CREATE TABLE u (id bigint PRIMARY KEY) PARTITION BY HASH (id);"
+    "CREATE TABLE t PARTITION OF u FOR VALUES WITH (MODULUS 1, REMAINDER 0)": "is a partition",
+    "CREATE VIEW t AS SELECT 1 AS id": "is a view",
+    "CREATE UNLOGGED TABLE t (id bigint PRIMARY KEY)": "is unlogged",
+}
+
+
+@pytest.mark.parametrize("sql", REFUSED)
+async def test_a_table_whose_changes_cannot_be_recorded_is_refused(database: Database, sql: str) -> None:
+    await database.execute(sql)
+    with pytest.raises(StreamRefused, match=REFUSED[sql]):
+        await Registry(database).add_changes("t", "public.t", RecordedChanges())
+
+
+@pytest.mark.parametrize(
+    ("recorded", "reason"),
+    [
+        (RecordedChanges(key=("customer",)), "not the key of a unique index"),
+        (RecordedChanges(columns=("nothing",)), 'no column nothing'),
+        (RecordedChanges(where="nothing > 1"), "does not fit table"),
+        (RecordedChanges(where="t.customer"), "does not fit table"),
+        (RecordedChanges(filters=("customer", "customer")), "named twice"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_recorded_is_refused(database: Database, recorded: RecordedChanges, reason: str) -> None:
+    await database.execute(T)
+    with pytest.raises(StreamRefused, match=reason):
+        await Registry(database).add_changes("t", "public.t", recorded)
+
+
+async def test_it_is_added_once_and_removed_without_a_trace(database: Database) -> None:
+    registry = await record(database, filters=("customer",), where="true", columns=("customer", "body"))
+    same = RecordedChanges(filters=("customer",), where="true", columns=("body", "customer", "id"))
+    assert not (await registry.add_changes("t", "public.t", same)).new
+    with pytest.raises(StreamRefused, match="there is a stream t already"):
+        await registry.add_changes("t", "public.t", RecordedChanges(old=True))
+    await registry.remove("t")
+    left = (
+        "SELECT relname FROM pg_class WHERE relname ~ '^change_' UNION SELECT proname FROM pg_proc WHERE proname ~ "
+        "'^change_' UNION SELECT tgname FROM pg_trigger WHERE tgname ~ '^replicad'"
+    )
+    assert await database.fetch(left) == []
+    await database.execute("INSERT INTO t VALUES (1)")

@@ -42,13 +42,18 @@ class Request:
 
     @property
     def facts(self) -> list[Any]:
-        found: list[Any] = self.json["pdus"] if "pdus" in self.json else self.json["facts"]
-        return found
+        return self._items("pdus", "facts", updates=False)
 
     @property
     def updates(self) -> list[Any]:
-        found: list[Any] = self.json["edus"] if "edus" in self.json else self.json["updates"]
-        return found
+        return self._items("edus", "updates", updates=True)
+
+    def _items(self, matrix: str, webhook: str, *, updates: bool) -> list[Any]:
+        if isinstance(self.json, dict) and "specversion" not in self.json:
+            found: list[Any] = self.json[matrix] if matrix in self.json else self.json[webhook]
+            return found
+        events = self.json if isinstance(self.json, list) else [self.json]
+        return [event["data"] for event in events if (event["type"] == "replicad.update") == updates]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from replicad.config.settings import ClientSettings, DatabaseSettings, read_sett
 from replicad.errors import EnvironmentRefused, SenderRefused, UnknownStream, UsageError
 from replicad.postgres.statements import statement
 from replicad.protocol.words import MAX_INTEGER
-from replicad.sender.settings import Delivery, Routing, Secrets, SenderBounds, SenderSettings
-from replicad.sender.signing import derive
+from replicad.sender.settings import SIGNS, Delivery, Routing, Secrets, SenderBounds, SenderSettings
+from replicad.sender.signing import derive, standard_secret
 from replicad.terminal.command import (
     ReplicadCommand,
     ReplicadGroup,
@@ -149,21 +149,26 @@ Examples:
 )
 @click.argument("name")
 @_config_option
+@option("--sign", "form", type=click.Choice(SIGNS[1:]), help="The form for this --sign. Default: that of the file.")
 @click.pass_context
-def secret(ctx: click.Context, /, name: str, config: Path | None) -> None:
+def secret(ctx: click.Context, /, name: str, config: Path | None, form: str | None) -> None:
     """Print the secret that the receiver of destination NAME needs, made from the sender's secret.
 
     NAME is written as in rows and in --destinations, letter by letter. The sender's secret is that of the file or of
     REPLICAD_FEDERATION_SECRET, and never leaves the machine. With federation_secret_previous a second line has the
-    secret that was made from it, which the receiver still accepts.
+    secret that was made from it, which the receiver still accepts. With --sign standard it is `whsec_...`, as the
+    libraries of Standard Webhooks want it.
     """
     config = config or (ctx.parent.params["config"] if ctx.parent is not None else None)
-    secrets = load(Secrets, {}, os.environ, read_file(config, Program) if config else {})
+    content = read_file(config, Program) if config else {}
+    secrets = load(Secrets, {}, os.environ, content)
+    form = form or content.get("sign")
     if secrets.federation_secret is None:
         raise UsageError("there is no secret: federation_secret in the file, or REPLICAD_FEDERATION_SECRET")
     try:
         for master in filter(None, (secrets.federation_secret, secrets.federation_secret_previous)):
-            echo(derive(master, name))
+            made = derive(master, name)
+            echo(standard_secret(made) if form == "standard" else made)
     except UnicodeEncodeError:
         raise UsageError(f"{name!r} is not UTF-8, so it is not the name of a destination") from None
 

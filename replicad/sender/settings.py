@@ -163,7 +163,14 @@ class Terms:
 
 MATRIX = "matrix"
 WEBHOOK = "webhook"
-URLS = {MATRIX: "https://{destination}/_matrix/federation/v1/send/{transaction}", WEBHOOK: "{destination}"}
+CLOUDEVENTS = "cloudevents"
+CLOUDEVENTS_BATCH = "cloudevents-batch"
+URLS = {
+    MATRIX: "https://{destination}/_matrix/federation/v1/send/{transaction}",
+    **dict.fromkeys((WEBHOOK, CLOUDEVENTS, CLOUDEVENTS_BATCH), "{destination}"),
+}
+
+SIGNS = ("none", "hmac", "standard", "bearer")
 
 _DAY = 86400.0
 _NAME = r"[!-+\--~]{1,200}"  # printable ASCII without the comma; it stands on a line of the protocol
@@ -272,9 +279,22 @@ class Delivery:
 
     form: str = choice(
         WEBHOOK,
-        "webhook: POST of JSON, the destination being a URL. matrix: PUT in the form of Matrix federation.",
+        "webhook: POST of JSON, the destination being a URL. matrix: PUT in the form of Matrix federation. "
+        "cloudevents: POST of one CloudEvent, cloudevents-batch: of several.",
         WEBHOOK,
         MATRIX,
+        CLOUDEVENTS,
+        CLOUDEVENTS_BATCH,
+    )
+    event_source: str = setting(
+        "/replicad",
+        "The source of CloudEvents, a URI reference. With the id it is unique.",
+        matching(r"[!-~]{1,1024}", "a URI reference without blanks", "URI"),
+    )
+    event_type: str = setting(
+        "replicad.fact",
+        "The type of CloudEvents of facts. Those of updates have the type replicad.update.",
+        matching(r"[!-~]{1,255}", "a type without blanks, such as com.example.order", "TYPE"),
     )
     url: str = setting(
         "",
@@ -286,10 +306,9 @@ class Delivery:
     )
     sign: str = choice(
         "none",
-        "hmac signs every request with the secret of its destination, bearer sends that as a bearer token.",
-        "none",
-        "hmac",
-        "bearer",
+        "hmac signs every request with the secret of its destination, standard does it as Standard Webhooks, bearer "
+        "sends the secret as a bearer token.",
+        *SIGNS,
     )
     allow_destinations: tuple[str, ...] = setting(
         (),
@@ -341,8 +360,8 @@ class Delivery:
             raise UsageError("--origin is for --form matrix only, and --form webhook is the default: say --form matrix")
         if (self.sign == "none") != (self.secrets.federation_secret is None):
             raise UsageError(
-                "--sign hmac and bearer need a secret, and a secret needs one of both: federation_secret in the "
-                "file, or REPLICAD_FEDERATION_SECRET"
+                "--sign hmac, standard and bearer need a secret, and a secret needs one of them: federation_secret in "
+                "the file, or REPLICAD_FEDERATION_SECRET"
             )
 
     def ssl_context(self) -> ssl.SSLContext:
@@ -442,6 +461,10 @@ class SenderSettings:
             raise UsageError(
                 f"--senders {','.join(self.senders)} does not name this sender, {self.sender_name}; see --sender-name"
             )
+        if self.delivery.form == CLOUDEVENTS:
+            if self.updates:
+                raise UsageError("--form cloudevents sends one event at a time; for --updates use cloudevents-batch")
+            object.__setattr__(self, "bounds", replace(self.bounds, pdus=1))
         streams = self.streams
         if len(set(self.senders)) < len(self.senders) or len(set(streams)) < len(streams):
             raise UsageError("--senders, or --facts and --updates together, name something twice")

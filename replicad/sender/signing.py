@@ -1,5 +1,8 @@
 """Signs requests and verifies signatures, so that a destination can check who sent a request. Pure.
 
+`sign` and `verify` have a scheme of their own, which covers the place of the request too. `sign_standard` is the scheme
+of Standard Webhooks 1.0, for which receivers in many languages have libraries.
+
 Each destination has its own secret: HMAC-SHA256 of its name, with the sender's secret as the key, in hexadecimal. So
 the secret of one destination is of no use for another, and does not reveal the sender's secret.
 
@@ -16,8 +19,10 @@ import hashlib
 import hmac
 import re
 import time
+from base64 import b64encode
 from collections.abc import Sequence
 
+STANDARD_ID, STANDARD_TIME, STANDARD_SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
 TRANSACTION_HEADER = "Replicad-Transaction"
 TIME_HEADER = "Replicad-Time"
 SIGNATURE_HEADER = "Replicad-Signature"
@@ -31,6 +36,17 @@ _HEADER = re.compile(rf"{_SCHEME}=([0-9a-f]{{64}});sent=([0-9]{{1,15}})")
 def derive(secret: str, destination: str) -> str:
     """The secret of a destination, made from the sender's. 64 hexadecimal digits."""
     return hmac.new(secret.encode(), _DOMAIN + destination.encode(), hashlib.sha256).hexdigest()
+
+
+def standard_secret(secret: str) -> str:
+    """The secret of a destination as libraries of Standard Webhooks want it: `whsec_` and base64."""
+    return f"whsec_{b64encode(bytes.fromhex(secret)).decode()}"
+
+
+def sign_standard(secret: str, *, transaction: str, sent: int, body: bytes) -> str:
+    """The value of STANDARD_SIGNATURE. `secret` is that of the destination, `sent` the time of the try in seconds."""
+    content = f"{transaction}.{sent}.".encode() + body
+    return f"v1,{b64encode(hmac.new(bytes.fromhex(secret), content, hashlib.sha256).digest()).decode()}"
 
 
 def sign(

@@ -16,7 +16,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from importlib.metadata import version
@@ -33,7 +33,16 @@ import trio
 
 from replicad.sender import signing
 from replicad.sender.items import Transaction
-from replicad.sender.settings import MATRIX, Address, AllowedHosts, Delivery, glob, is_public
+from replicad.sender.settings import (
+    CLOUDEVENTS,
+    CLOUDEVENTS_BATCH,
+    MATRIX,
+    Address,
+    AllowedHosts,
+    Delivery,
+    glob,
+    is_public,
+)
 
 FAILURES = (
     httpcore.TimeoutException,
@@ -121,8 +130,8 @@ _ALWAYS = (
     (b"accept-encoding", b"identity"),
     (b"connection", b"keep-alive"),
     (b"user-agent", f"replicad/{version('replicad')}".encode()),
-    (b"content-type", b"application/json"),
 )
+_JSON, _EVENT, _EVENTS = b"application/json", b"application/cloudevents+json", b"application/cloudevents-batch+json"
 
 
 class TargetUrl(NamedTuple):
@@ -173,11 +182,12 @@ class RequestBuilder:
     def make(self, destination: str, transaction: Transaction, target: TargetUrl) -> httpcore.Request:
         """The request; `target` is that of the destination and the transaction."""
         settings = self._settings
-        body = self._body(transaction)
+        content_type, body = self._content(transaction)
         name = transaction.id.encode()
         headers = [
             *target.headers,
             *_ALWAYS,
+            (b"content-type", content_type),
             (b"content-length", str(len(body)).encode()),
             (signing.TRANSACTION_HEADER.encode(), name),
             (signing.TIME_HEADER.encode(), str(transaction.ts).encode()),
@@ -185,7 +195,7 @@ class RequestBuilder:
         if settings.form != MATRIX:
             headers.append((b"idempotency-key", name))
         if settings.secrets.federation_secret is not None:
-            headers.append(self._proof(settings.secrets.federation_secret, destination, transaction, target, body))
+            headers += self._proof(settings.secrets.federation_secret, destination, transaction, target, body)
         return httpcore.Request(
             self._method,
             httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path),
@@ -196,10 +206,19 @@ class RequestBuilder:
 
     def _proof(
         self, master: str, destination: str, transaction: Transaction, target: TargetUrl, body: bytes
-    ) -> tuple[bytes, bytes]:
+    ) -> list[tuple[bytes, bytes]]:
         secret = signing.derive(master, destination)
         if self._settings.sign == "bearer":
-            return (b"authorization", f"Bearer {secret}".encode())
+            return [(b"authorization", f"Bearer {secret}".encode())]
+        if self._settings.sign == "standard":
+            seconds = self._now_ms() // 1000
+            made = signing.sign_standard(secret, transaction=transaction.id, sent=seconds, body=body)
+            found = {
+                signing.STANDARD_ID: transaction.id,
+                signing.STANDARD_TIME: str(seconds),
+                signing.STANDARD_SIGNATURE: made,
+            }
+            return [(name.encode(), value.encode()) for name, value in found.items()]
         made = signing.sign(
             secret,
             destination=destination,
@@ -210,7 +229,7 @@ class RequestBuilder:
             sent=self._now_ms(),
             body=body,
         )
-        return (signing.SIGNATURE_HEADER.encode(), made.encode())
+        return [(signing.SIGNATURE_HEADER.encode(), made.encode())]
 
     def _parse(self, destination: str, transaction: str) -> TargetUrl:
         url = httpx.URL(self.url(destination, transaction))
@@ -220,16 +239,37 @@ class RequestBuilder:
             headers = (*headers, (b"authorization", b"Basic " + b64encode(user)))
         return TargetUrl(url.raw_scheme, url.raw_host, url.port, url.raw_path, headers)
 
-    def _body(self, transaction: Transaction) -> bytes:
+    def _content(self, transaction: Transaction) -> tuple[bytes, bytes]:
+        """The type of the content, and the content: always the same for a transaction."""
+        settings = self._settings
+        if settings.form in (CLOUDEVENTS, CLOUDEVENTS_BATCH):
+            events = self._events(transaction)
+            # Facts that stand for one another are delivered together, and so is what was stored for another form.
+            if settings.form == CLOUDEVENTS and len(events) == 1:
+                return _EVENT, events[0].encode()
+            return _EVENTS, f"[{','.join(events)}]".encode()
         pdus, edus = ",".join(transaction.pdus), ",".join(transaction.edus)
-        if self._settings.form == MATRIX:
-            origin = json.dumps(self._settings.origin)
+        if settings.form == MATRIX:
+            origin = json.dumps(settings.origin)
             text = f'{{"origin":{origin},"origin_server_ts":{transaction.ts},"pdus":[{pdus}],"edus":[{edus}]}}'
         else:
             text = f'{{"transaction":"{transaction.id}","ts":{transaction.ts},"facts":[{pdus}],"updates":[{edus}]}}'
-        return text.encode()
+        return _JSON, text.encode()
+
+    def _events(self, transaction: Transaction) -> list[str]:
+        """CloudEvents 1.0, in the JSON form. The id of the only event is that of the transaction."""
+        made = datetime.fromtimestamp(transaction.ts / 1000, UTC).isoformat(timespec="milliseconds")
+        kinds = [(self._settings.event_type, body) for body in transaction.pdus]
+        kinds += [(UPDATE_TYPE, body) for body in transaction.edus]
+        return [
+            f'{{"specversion":"1.0","id":"{transaction.id}{f"-{number}" if len(kinds) > 1 else ""}",'
+            f'"source":{json.dumps(self._settings.event_source)},"type":{json.dumps(kind)},"time":"{made}",'
+            f'"datacontenttype":"application/json","data":{body}}}'
+            for number, (kind, body) in enumerate(kinds)
+        ]
 
 
+UPDATE_TYPE = "replicad.update"  # the type of CloudEvents of updates
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
 MAX_NAME = 1000  # bytes of a destination's name; it is part of the keys of tables
 MAX_ANSWER = 64 << 10  # bytes of an answer's body that are read, to keep the connection

@@ -1,0 +1,191 @@
+"""Webhooks as their receivers read them: Standard Webhooks and CloudEvents, by their libraries and by our examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cloudevents.core.formats.json import JSONFormat
+from cloudevents.core.v1.event import CloudEvent
+from standardwebhooks import Webhook, WebhookVerificationError
+
+from replicad.cli.app import run
+from replicad.errors import UsageError
+from replicad.sender.items import Order, Transaction, make_transaction
+from replicad.sender.settings import Delivery, Secrets, SenderSettings
+from replicad.sender.signing import derive, standard_secret
+from replicad.sender.transport import open_transport
+from tests.conftest import PATIENCE
+
+from ..federation_receiver import Receiver, Request
+
+EXAMPLES = Path(__file__).parents[2] / "docs/examples/receivers"
+MASTER = "the-secret-that-never-leaves-the-sender"
+DESTINATION = "a.example"
+SECRET = standard_secret(derive(MASTER, DESTINATION))
+HERE = ("127.0.0.1",)
+FACTS = ('{"n":1}', '{"text":"größer 🐘"}')
+
+
+def made(*facts: str, updates: tuple[str, ...] = (), serial: int = 1) -> Transaction:
+    return make_transaction(
+        DESTINATION, serial=serial, ts=1_700_000_000_123, upto=Order(serial, 0), pdus=facts, edus=updates
+    )
+
+
+def delivery(port: int, **changes: Any) -> Delivery:
+    url = f"http://127.0.0.1:{port}/{{destination}}"
+    base: dict[str, Any] = {"url": url, "allow_private": HERE, "allow_http": HERE, "request_timeout": PATIENCE}
+    return Delivery(**(base | changes))
+
+
+SIGNED = {"sign": "standard", "secrets": Secrets(federation_secret=MASTER)}
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with Receiver().listening() as listening:
+        yield listening
+
+
+async def received(receiver: Receiver, transaction: Transaction, **changes: Any) -> Request:
+    async with open_transport(delivery(receiver.port, **changes)) as transport:
+        outcome = await transport.send(DESTINATION, transaction)
+    assert outcome.delivered, outcome
+    (request,) = receiver.requests
+    return request
+
+
+async def test_the_library_of_standard_webhooks_accepts_a_signature(receiver: Receiver) -> None:
+    transaction = made(*FACTS)
+    request = await received(receiver, transaction, **SIGNED)
+    assert request.headers["webhook-id"] == transaction.id
+    assert Webhook(SECRET).verify(request.body, request.headers)["facts"] == [json.loads(fact) for fact in FACTS]
+    with pytest.raises(WebhookVerificationError):
+        Webhook(SECRET).verify(request.body + b" ", request.headers)
+    with pytest.raises(WebhookVerificationError):
+        Webhook(standard_secret(derive(MASTER, "b.example"))).verify(request.body, request.headers)
+    with pytest.raises(WebhookVerificationError):
+        Webhook(SECRET).verify(request.body, {**request.headers, "webhook-id": "another"})
+
+
+def test_the_secret_is_printed_in_the_form_of_the_libraries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sender.toml"
+    file.write_text(f'facts = "orders"\nsign = "standard"\nfederation_secret = "{MASTER}"\n')
+    assert run(["sender", "secret", DESTINATION, "--config", str(file)]) == 0
+    assert capsys.readouterr().out == f"{SECRET}\n"
+    assert run(["sender", "secret", DESTINATION, "--config", str(file), "--sign", "hmac"]) == 0
+    assert capsys.readouterr().out == f"{derive(MASTER, DESTINATION)}\n"
+
+
+def read_event(text: bytes) -> CloudEvent:
+    """The event as the library of CloudEvents reads it; it refuses an event without what 1.0 requires."""
+    found = JSONFormat().read(None, text)
+    assert isinstance(found, CloudEvent)
+    return found
+
+
+async def test_a_cloud_event_is_sent_alone(receiver: Receiver) -> None:
+    transaction = made(FACTS[1])
+    request = await received(
+        receiver, transaction, form="cloudevents", event_source="/shop", event_type="order.changed"
+    )
+    assert request.headers["content-type"] == "application/cloudevents+json"
+    event = read_event(request.body)
+    assert (event.get_id(), event.get_source(), event.get_type()) == (transaction.id, "/shop", "order.changed")
+    assert event.get_data() == json.loads(FACTS[1])
+    time = event.get_time()
+    assert time is not None
+    assert time.timestamp() == 1_700_000_000.123
+
+
+async def test_a_batch_of_cloud_events_has_an_id_for_each(receiver: Receiver) -> None:
+    transaction = made(*FACTS, updates=('{"typing":true}',))
+    request = await received(receiver, transaction, form="cloudevents-batch")
+    assert request.headers["content-type"] == "application/cloudevents-batch+json"
+    events = [read_event(json.dumps(one).encode()) for one in json.loads(request.body)]
+    assert [event.get_data() for event in events] == [*map(json.loads, FACTS), {"typing": True}]
+    assert [event.get_type() for event in events] == ["replicad.fact", "replicad.fact", "replicad.update"]
+    assert len({event.get_id() for event in events}) == 3
+
+
+async def test_facts_that_belong_together_are_a_batch_in_the_form_for_one_event(receiver: Receiver) -> None:
+    request = await received(receiver, made(*FACTS), form="cloudevents")
+    assert request.headers["content-type"] == "application/cloudevents-batch+json"
+    assert len(json.loads(request.body)) == 2
+
+
+def test_a_sender_of_single_events_makes_transactions_of_one_fact() -> None:
+    settings = SenderSettings(facts="orders", delivery=Delivery(form="cloudevents"))
+    assert settings.bounds.terms().pdus == 1
+    with pytest.raises(UsageError, match="cloudevents-batch"):
+        SenderSettings(facts="orders", updates=("typing",), delivery=Delivery(form="cloudevents"))
+
+
+def receiver_command(language: str, folder: Path) -> list[str]:
+    match language:
+        case "python":
+            return [sys.executable, str(EXAMPLES / "receiver.py")]
+        case "node" if shutil.which("node"):
+            return ["node", str(EXAMPLES / "receiver.mjs")]
+        case "go" if shutil.which("go"):
+            program = str(folder / "receiver")
+            environment = {**os.environ, "GOCACHE": str(folder / "cache")}
+            command = ["go", "build", "-o", program, str(EXAMPLES / "receiver.go")]
+            built = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+            assert built.returncode == 0, built.stderr
+            return [program]
+        case _:
+            pytest.skip(f"{language} is not installed")
+
+
+async def wait_listening(port: int) -> None:
+    with trio.fail_after(PATIENCE):
+        while True:
+            try:
+                async with await trio.open_tcp_stream("127.0.0.1", port):
+                    return
+            except OSError:
+                await trio.sleep(0.05)
+
+
+@pytest.mark.parametrize("language", ["python", "node", "go"])
+async def test_a_receiver_of_the_examples_takes_each_event_once_and_refuses_others(
+    language: str, tmp_path: Path
+) -> None:
+    command = receiver_command(language, tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = partial(subprocess.Popen, stdout=subprocess.PIPE, env={**os.environ, "WEBHOOK_SECRET": SECRET})
+    process = start([*command, str(port)])
+    try:
+        await wait_listening(port)
+        outcomes = []
+        for changes, transaction in (
+            ({}, made(*FACTS, updates=('{"u":1}',))),
+            ({}, made(*FACTS, updates=('{"u":1}',))),  # the same once more
+            ({"form": "cloudevents"}, made('{"n":2}', serial=2)),
+            ({"form": "cloudevents-batch"}, made('{"n":3}', '{"n":4}', serial=3)),
+            ({"secrets": Secrets(federation_secret=f"{MASTER}-other")}, made('{"forged":1}', serial=4)),
+        ):
+            async with open_transport(delivery(port, **(SIGNED | changes))) as transport:
+                outcomes.append((await transport.send(DESTINATION, transaction)).reason)
+        assert outcomes == ["status 204"] * 4 + ["status 401"]
+    finally:
+        process.terminate()
+        said, _ = await trio.to_thread.run_sync(process.communicate)
+    taken = [json.loads(line) for line in said.decode().splitlines()]
+    assert taken == [*map(json.loads, FACTS), {"u": 1}, {"n": 2}, {"n": 3}, {"n": 4}]

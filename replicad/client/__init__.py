@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from replicad.client.async_client import AsyncClient, AsyncFollower, open_client
     from replicad.client.blocking_client import BlockingClient, BlockingFollower, Endpoint
     from replicad.client.blocking_worker import BlockingWorker
+    from replicad.client.changes import Change, ChangeOp, TableCopy, apply_changes, read_changes
     from replicad.client.events import (
         Connected,
         Disconnected,
@@ -38,6 +39,8 @@ __all__ = [
     "BlockingClient",
     "BlockingFollower",
     "BlockingWorker",
+    "Change",
+    "ChangeOp",
     "Connected",
     "Disconnected",
     "Endpoint",
@@ -51,13 +54,16 @@ __all__ = [
     "RowBatch",
     "StreamStopped",
     "StreamsChanged",
+    "TableCopy",
     "TakenUpto",
     "Touch",
     "TubeFork",
     "Worker",
     "WorkerSettings",
     "WorkerStatistics",
+    "apply_changes",
     "open_client",
+    "read_changes",
 ]
 
 __getattr__ = exported(
@@ -65,6 +71,7 @@ __getattr__ = exported(
     {
         **dict.fromkeys(("BlockingClient", "BlockingFollower", "Endpoint"), "blocking_client"),
         "BlockingWorker": "blocking_worker",
+        **dict.fromkeys(("Change", "ChangeOp", "TableCopy", "apply_changes", "read_changes"), "changes"),
         **dict.fromkeys(
             (
                 "Connected",

@@ -168,6 +168,9 @@ class Pages(Protocol):
             DatabaseError: Postgres cannot answer.
         """
 
+    def has_changes(self, name: str) -> bool:
+        """Whether the rows of this stream are changes of a table."""
+
 
 class Inside:
     """Made before the services; `admit` is called when clients are accepted. `pages`: set by the service of streams."""

@@ -245,29 +245,26 @@ def _recorded(
     return RecordedChanges(_names(key), _names(columns), where, old, unchanged == "omit", by)
 
 
-async def _send_snapshots(registry: Registry, name: str) -> int:
-    """Send the unfinished snapshots of a stream, or wait until other processes have; returns the rows that they had."""
+async def _send_snapshots(registry: Registry, name: str, first: int) -> int:
+    """Send the snapshots of a stream from this one on, or wait until other processes have; returns their rows."""
     import trio
 
     stream = await registry.load_stream(name)
-    rows: dict[int, int] = {}
     shown = trio.current_time()
     while True:
-        left = [one for one in await registry.open_snapshots() if one.stream == stream.number]
-        if not left:
-            return sum(rows.values())
+        known = [one for one in await registry.snapshots() if one.stream == stream.number and one.number >= first]
+        rows = sum(one.rows for one in known)
+        if all(one.finished_at is not None for one in known):
+            return rows
+        if trio.current_time() - shown >= SHOWN:
+            shown = trio.current_time()
+            say(f"{rows:,} rows")
         step = await registry.snapshot_step(stream.number)
         if step is None:
             await trio.sleep(OTHERS)
-            rows |= {one.number: one.rows for one in left}
-            continue
-        rows[step.number] = step.rows
-        if step.waits_for:
+        elif step.waits_for:
             waits = ", ".join(step.waits_for)
             say(f"replicad: waiting for open transactions that have written to {stream.source}: {waits}")
-        elif trio.current_time() - shown >= SHOWN:
-            shown = trio.current_time()
-            say(f"{sum(rows.values()):,} rows")
 
 
 @click.command(
@@ -300,11 +297,12 @@ def snapshot(name: str, where: str | None, anew: bool, **options: Any) -> None:
 
         registry = Registry(db, schema)
         stream = await registry.load_stream(name)
-        left = [one for one in await registry.open_snapshots() if one.stream == stream.number]
-        if where is not None or anew or not left:
-            left = []
-            await registry.request_snapshot(name, where=where, anew=anew)
-        return await _send_snapshots(registry, name), bool(left)
+        known = [one for one in await registry.snapshots() if one.stream == stream.number]
+        left = [one.number for one in known if one.finished_at is None]
+        if left and where is None and not anew:
+            return await _send_snapshots(registry, name, left[0]), True
+        number = await registry.request_snapshot(name, where=where, anew=anew)
+        return await _send_snapshots(registry, name, number), False
 
     rows, resumed = on_streams(options, work)
     echo(f"stream {name}: {'the unfinished snapshot went on and' if resumed else 'the snapshot'} has {rows:,} rows")
@@ -431,7 +429,7 @@ def add(
             "note: each row is sent once, after its INSERT. UPDATE and DELETE send nothing; --changes would record them"
         )
     if snapshot and added.new:
-        rows = on_registry(options, lambda registry: _send_snapshots(registry, name))
+        rows = on_registry(options, lambda registry: _send_snapshots(registry, name, 1))
         echo(f"the snapshot has {rows:,} rows")
 
 

@@ -169,14 +169,15 @@ class SnapshotProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenSnapshot:
-    """A snapshot that is not finished, of the stream with the number `stream` and that name."""
+class Snapshot:
+    """A snapshot of the stream with the number `stream`, and the rows that it has sent. `finished_at`: None if it goes
+    on.
+    """
 
     stream: int
-    name: str
     number: int
     rows: int
-    asked_at: datetime
+    finished_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,13 +368,14 @@ class Registry:
             return SnapshotProgress(row["number"], row["sent"], row["finished"], tuple(row["waits_for"] or ()))
         return None
 
-    async def open_snapshots(self) -> list[OpenSnapshot]:
-        """The snapshots that are not finished, in their order."""
-        return [OpenSnapshot(*row) for row in await self._rows("stream_snapshots")]
+    async def snapshots(self) -> list[Snapshot]:
+        """The snapshots of all streams in their order, the latest finished ones too."""
+        return [Snapshot(*row) for row in await self._rows("stream_snapshots")]
 
     async def look_after_changes(self) -> list[tuple[str, str]]:
         """Look after all streams of changes: new partitions, shapes of tables, triggers that are off. Returns the
-        streams for which that was not possible, with the reason. To be called regularly.
+        streams that may have missed changes, or for which this was not possible, with the reason. To be called
+        regularly.
         """
         return [(row["name"], row["problem"]) for row in await self._rows("stream_changes_look")]
 

@@ -6,8 +6,9 @@ when the subscription is accepted or refused. So bounds, turns, slow readers, ri
 `Events` makes server-sent events (https://html.spec.whatwg.org/#server-sent-events) of lines. It does no I/O.
 
 The id of an event is the token to go on with after it, so a browser that connects again resumes by itself. A row has
-no name, so `onmessage` gets it; other events have one: `position`, `reset`, `notice`, `refused`. What a row moves is
-decided by the state of our clients (`client/follower.py`).
+no name, so `onmessage` gets it; a change of a table has the name of its kind (CHANGES). The names of other events are
+`position`, `reset`, `notice` and `refused`. What a row moves is decided by the state of our clients
+(`client/follower.py`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Translated:
     after: State | None = None
 
 
+CHANGES = {  # the events of a stream of changes, by the letter after {"op":"
+    b"i": b"insert", b"u": b"update", b"d": b"delete", b"r": b"read", b"t": b"truncate", b"s": b"schema",
+}  # fmt: skip
+
+
 class Translations:
     """Blocks that were translated for one reader, for others that are in the same state."""
 
@@ -94,12 +100,13 @@ class Events:
     token to subscribe with once more, because the history has forked.
     """
 
-    def __init__(self, stream: str, token: str, translations: Translations) -> None:
-        """Raises BadToken: `token` is no token, nor NOW or EARLIEST."""
+    def __init__(self, stream: str, token: str, translations: Translations, *, changes: bool = False) -> None:
+        """`changes`: its rows are changes of a table. Raises BadToken: `token` is no token, nor NOW or EARLIEST."""
         self.started = self.over = False
         self.problem: Problem | None = None
         self.again: str | None = None
         self._translations = translations
+        self._changes = changes
         self._progress = StreamProgress(stream, token, linear=False)
         self._rdata = f"RDATA {stream} ".encode()
         self._state: State | None = None  # computed when it is needed
@@ -145,6 +152,8 @@ class Events:
     def _row(self, line: bytes, moved: dict[bytes, int]) -> bytes:
         _, _, instance, token, row = line.split(b" ", 4)
         data = row_json(instance, token, row)
+        if self._changes:
+            data = b"%s\nevent: %s" % (data, CHANGES.get(row[7:8], b"message"))
         if token == b"batch":
             return b"data: %s\n\n" % data
         at = int(token)
@@ -248,7 +257,9 @@ class Live(Page):
     async def answer(self, request: Request, caller: Caller, name: str) -> Answer | None:
         """`Page.answer`: sends it. The header Last-Event-ID, which browsers send, wins over `after`."""
         token = request.headers.get("last-event-id") or request.query.get("after") or NOW
-        events = Events(name, token, self._translations)
+        pages = self.host.inside.pages
+        changes = pages is not None and pages.has_changes(name)
+        events = Events(name, token, self._translations, changes=changes)
         head = self._head(request)
         with request.guest.as_session() as below:
             stream = EventStream(events, name, head, lambda: below)

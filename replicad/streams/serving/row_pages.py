@@ -139,6 +139,11 @@ class RowPages:
             building.waiting -= 1
             self._forget(key, building)
 
+    def has_changes(self, name: str) -> bool:
+        """`Pages.has_changes`."""
+        stream = self._publisher.streams.get(name)
+        return stream is not None and stream.stream.source is not None
+
     async def _renewed(self, key: Hashable, building: _Building, stream: ServedStream, wanted: PageRequest) -> RowPage:
         """The page, built now unless the stored page is still valid."""
         page = building.valid(stream, trio.current_time())

@@ -26,6 +26,7 @@ from replicad.streams.registry import ReaderAck, Registry, row_source
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import REGISTRY, Publisher
+from replicad.streams.serving.recording import Recording
 from replicad.streams.serving.row_pages import RowPages
 from replicad.streams.serving.served_stream import KIND, ServedStream
 from replicad.streams.serving.subscriptions import Subscriptions
@@ -266,11 +267,14 @@ class StreamService:
         book: TroubleBook,
         poller: Poller,
         pace: StreamIntervals = StreamIntervals(),
+        *,
+        recording: Recording,
     ) -> None:
         self.publisher = publisher
         self.catchups = publisher.catchups
         self._acks = acks
         self._book = book
+        self._recording = recording
         self._poller = poller
         self._pace = pace
         self._listed: list[str] | None = None  # the streams in `_line`
@@ -281,6 +285,8 @@ class StreamService:
         return [
             Job("acks", self._acks.run),
             Job("troubles", self._book.run),
+            Job("changes", self._recording.look),
+            Job("snapshots", self._recording.send_snapshots),
             Job("catch-ups", self.catchups.run, announces=True),
             Job("publisher", self.publisher.run, announces=True),
         ]
@@ -349,7 +355,13 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
         )
         acks = AckService(Registry(pools.housekeeping, schema), publisher.served, troubles, pace)
         book = TroubleBook(DaemonReports(pools.housekeeping, schema), troubles, host.settings.server_name, pace)
-        service = StreamService(publisher, acks, book, host.poller, pace)
+        recording = Recording(
+            Registry(pools.housekeeping, schema),
+            troubles,
+            lambda: any(stream.stream.source is not None for stream in publisher.streams.values()),
+            pace,
+        )
+        service = StreamService(publisher, acks, book, host.poller, pace, recording=recording)
         host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema))
         host.figures.catching_up = catchups.following
         host.inside.pages = RowPages(publisher, pace)

@@ -158,12 +158,11 @@ BEGIN
 END
 $$;
 
--- stream_snapshots(): the snapshots that are not finished: the stream's number and name, the snapshot's number, the rows that were sent,
--- and since when.
-CREATE OR REPLACE FUNCTION stream_snapshots() RETURNS TABLE (stream integer, name text, number integer, rows bigint, asked_at timestamptz)
+-- stream_snapshots(): the snapshots of all streams in their order, the latest finished ones too: the stream's number, the snapshot's number,
+-- the rows that were sent, and the time at which it was finished, or NULL.
+CREATE OR REPLACE FUNCTION stream_snapshots() RETURNS TABLE (stream integer, number integer, rows bigint, finished_at timestamptz)
 LANGUAGE sql STABLE AS $$
-    SELECT s.number, s.name, w.number, w.rows, w.asked_at FROM stream_snapshot w JOIN stream s ON s.number = w.stream
-    WHERE w.finished_at IS NULL ORDER BY s.number, w.number
+    SELECT w.stream::integer, w.number, w.rows, w.finished_at FROM stream_snapshot w ORDER BY w.stream, w.number
 $$;
 
 -- stream_change_marks(number): the tables of the source of a stream of changes, each with what identifies the rows of its triggers in pg_trigger,
@@ -191,8 +190,8 @@ $$;
 
 -- stream_changes_look(): to be called regularly: looks after all streams of changes. It makes trigger functions as the present shapes of the
 -- tables want them, follows new partitions, and asks for a snapshot of those that have rows already. It notes what may have
--- been missed: triggers that are off or were changed, and partitions that left the table with their rows. Returns the names of streams where a
--- lock or a right kept it from that, with the reason. Writes functions, triggers, stream_changes, stream_change_member and stream_snapshot.
+-- been missed: triggers that are off or were changed, and partitions that left the table with their rows. Returns the names of streams that
+-- may have missed changes (stream_changes_fault), or where a lock or a right kept it from this, with the reason. Writes functions, triggers, stream_changes, stream_change_member and stream_snapshot.
 CREATE OR REPLACE FUNCTION stream_changes_look() RETURNS TABLE (name text, problem text)
 LANGUAGE plpgsql SET lock_timeout = '100ms' AS $$
 DECLARE
@@ -235,6 +234,10 @@ BEGIN
             IF made IS DISTINCT FROM c.marks THEN
                 PERFORM stream_change_function_ensure(c.stream);
                 UPDATE stream_changes x SET marks = made WHERE x.stream = c.stream;
+            END IF;
+            SELECT stream_changes_fault(s) INTO problem FROM stream s WHERE s.number = c.stream;
+            IF problem IS NOT NULL THEN
+                RETURN NEXT;
             END IF;
         EXCEPTION WHEN lock_not_available OR insufficient_privilege OR SQLSTATE 'RS002' THEN
             problem := SQLERRM;

@@ -26,6 +26,7 @@ from replicad.streams.daemons import DaemonReports
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
+from replicad.streams.serving.recording import Recording
 from replicad.streams.serving.service import AckService, StreamService, TroubleBook
 from tests.vocabulary import EVERY
 
@@ -134,7 +135,8 @@ class Streams:
         )
         acks = AckService(registry, self.publisher.served, self.troubles, pace)
         book = TroubleBook(cast(DaemonReports, store), self.troubles, "example.com", pace)
-        self.service = StreamService(self.publisher, acks, book, poller, pace)
+        recording = Recording(registry, self.troubles, lambda: False, pace)
+        self.service = StreamService(self.publisher, acks, book, poller, pace, recording=recording)
         self.connect = desk.connect
 
     def why(self, name: str) -> str:

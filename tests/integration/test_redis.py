@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 from tests.redis_servers import PROGRAM, WHY_NOT, ModelRedis, RealRedis, free_port, real_redis
 
+from .clients.both import InThread
 from .conftest import netcat_to
 
 SERVER = "example.org"
@@ -439,6 +441,39 @@ async def test_a_client_over_redis_gets_every_row_once_through_restarts_of_redis
         async with plain.follow({"events": "EARLIEST"}) as beside, collecting(beside) as again:
             await wait_until(lambda: again[-1:] == [18])
             await wait_until(lambda: follower.token("events") == beside.token("events"))
+
+
+@pytest.mark.usefixtures("quick_followers")
+async def test_a_client_on_asyncio_follows_over_redis_and_resumes_by_tcp_while_it_is_away(
+    redis: RealRedis | ModelRedis, start_daemon: Start, database: Database
+) -> None:
+    await add_events(database)
+    found: list[int] = []
+
+    def collect(client: InThread) -> None:
+        for batch in client.follow({"events": "EARLIEST"}, patience=None):
+            found.append(batch.token)
+
+    async with start_daemon(**redis_of(redis.url)) as daemon:
+        await wait_publishing(daemon)
+        server = str(daemon.addresses[0])
+        make = partial(InThread, "asyncio", redis.url, None, name="f", server_name=SERVER, daemon=server)
+        client = await trio.to_thread.run_sync(make)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.to_thread.run_sync, collect, client)
+                await write(database, 1, 2)
+                await wait_until(lambda: found[-1:] == [2])
+                await wait_until(lambda: not follows_by_tcp(daemon, "f"))
+                await write(database, 3, 4)
+                await wait_until(lambda: found[-1:] == [4])
+                redis.stop()
+                await write(database, 5, 6)
+                await wait_until(lambda: found[-1:] == [6])
+                await trio.to_thread.run_sync(client.close)
+        finally:
+            await trio.to_thread.run_sync(client.close)
+        assert found == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.usefixtures("quick_followers")

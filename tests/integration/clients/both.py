@@ -18,7 +18,7 @@ from tests.loops import OPTIONS
 class InThread:
     """An async client in a thread with an event loop of its own; its methods block."""
 
-    def __init__(self, loop: str, host: str, port: int, **options: Any) -> None:
+    def __init__(self, loop: str, host: str, port: int | None, **options: Any) -> None:
         self._stack = ExitStack()
         self._portal = self._stack.enter_context(start_blocking_portal(loop, OPTIONS[loop]))
         opened = self._portal.wrap_async_context_manager(open_client(host, port, **options))

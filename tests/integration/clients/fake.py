@@ -247,6 +247,8 @@ class FakeSession:
                         self._subscribe(command)
                     case c.Streams():
                         self.send(c.Streams(tuple(sorted(self.world.streams))))
+                    case c.Taken():
+                        self.send(c.Taken(command.stream, self.world.streams[command.stream].last))
                     case c.Tube() | c.Claim() | c.Renew() | c.Release() | c.Pods() | c.Ack() | c.Park():
                         if not self._tube(command, last=trio.current_time() >= until):
                             self.waiting = (until, command)

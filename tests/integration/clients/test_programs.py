@@ -67,9 +67,9 @@ if "loud" in sys.argv:
 globals()[sys.argv[1]](int(sys.argv[2]))
 """
 
-ON_TRIO = """
+ASYNC = """
 import logging, sys
-import trio
+import anyio
 from replicad.caches.async_invalidator import CacheInvalidator
 from replicad.client import Connected, Disconnected
 from replicad.retry import Backoff
@@ -86,18 +86,18 @@ class Watched(CacheInvalidator):
 
 async def reconnecting(port):
     caches, connections = Watched(), 0
-    async with open_client("127.0.0.1", port, name="a program") as client, trio.open_nursery() as nursery:
-        async def follow_caches(task_status):
+    async with open_client("127.0.0.1", port, name="a program") as client, anyio.create_task_group() as tasks:
+        async def follow_caches(*, task_status):
             await caches.run(client, backoff=Backoff(cap=0.1), task_status=task_status)
-        await nursery.start(follow_caches)
+        await tasks.start(follow_caches)
         async for event in client.follow({"events": None}, backoff=Backoff(cap=0.1), **OPTIONS):
             connections += isinstance(event, Connected)
             await caches.wait_live()
             if connections >= 2:
                 while not caches.lost:
-                    await trio.sleep(0.01)
+                    await anyio.sleep(0.01)
                 await caches.wait_live()
-                nursery.cancel_scope.cancel()
+                tasks.cancel_scope.cancel()
                 return
 
 async def following(port):
@@ -111,12 +111,14 @@ async def asking(port):
 
 if "loud" in sys.argv:
     logging.basicConfig(level=logging.INFO)
-trio.run(globals()[sys.argv[1]], int(sys.argv[2]))
+anyio.run(globals()[sys.argv[1]], int(sys.argv[2]), backend="LOOP")
 """
+
+ON_TRIO, ON_ASYNCIO = (ASYNC.replace("LOOP", loop) for loop in ("trio", "asyncio"))
 
 BETWEEN_CUTS = 3.0  # seconds; no limit: the next cut comes then
 
-both = pytest.mark.parametrize("program", [BLOCKING, ON_TRIO], ids=["blocking", "trio"])
+every = pytest.mark.parametrize("program", [BLOCKING, ON_TRIO, ON_ASYNCIO], ids=["blocking", "trio", "asyncio"])
 
 
 @contextmanager
@@ -131,7 +133,7 @@ def running(program: str, folder: Path, *arguments: object) -> Iterator[subproce
             process.kill()
 
 
-@both
+@every
 @pytest.mark.parametrize("logging", ["", "loud"])
 def test_a_program_that_loses_its_connection_prints_nothing_unless_it_configures_logging(
     program: str, logging: str, fake: FakeDaemon, tmp_path: Path
@@ -162,33 +164,33 @@ def followed(fake: FakeDaemon) -> set[str]:
     return {command.stream for command in fake.received if isinstance(command, c.Replicate)}
 
 
-@both
+@every
 def test_ctrl_c_ends_a_program_that_follows(program: str, fake: FakeDaemon, tmp_path: Path) -> None:
     with running(program, tmp_path, "following", fake.port) as process:
         assert line(process) == "Connected\n"
-        assert_ends_at_ctrl_c(process)
+        assert_ends_at_ctrl_c(process, program)
 
 
-@both
+@every
 def test_ctrl_c_ends_a_program_that_waits_to_connect_again(program: str, fake: FakeDaemon, tmp_path: Path) -> None:
     fake.stop()
     with running(program, tmp_path, "following", fake.port) as process:
         assert line(process) == "Disconnected\n"
-        assert_ends_at_ctrl_c(process)
+        assert_ends_at_ctrl_c(process, program)
 
 
-@both
+@every
 def test_ctrl_c_ends_a_program_that_waits_for_an_answer(program: str, fake: FakeDaemon, tmp_path: Path) -> None:
     with running(program, tmp_path, "asking", fake.port) as process:
         wait_until(lambda: ended(process) or any(isinstance(one, c.Pods) for one in fake.received), "it asks")
-        assert_ends_at_ctrl_c(process)
+        assert_ends_at_ctrl_c(process, program)
 
 
 def test_ctrl_c_ends_a_program_whose_caches_are_followed_by_a_thread(fake: FakeDaemon, tmp_path: Path) -> None:
     with running(BLOCKING, tmp_path, "caching", fake.port) as process:
         assert line(process) == "live\n"
         assert line(process) == "Connected\n"
-        assert_ends_at_ctrl_c(process)
+        assert_ends_at_ctrl_c(process, BLOCKING)
 
 
 def ended(process: subprocess.Popen[str]) -> bool:
@@ -200,11 +202,11 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def assert_ends_at_ctrl_c(process: subprocess.Popen[str]) -> None:
-    """It ends as every Python program does: one traceback of one KeyboardInterrupt."""
+def assert_ends_at_ctrl_c(process: subprocess.Popen[str], program: str) -> None:
+    """It ends as every Python program does: one traceback of one KeyboardInterrupt (asyncio: after the task's)."""
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGINT, err
-    assert err.count("Traceback") == 1, err
+    assert err.count("Traceback") == (2 if program == ON_ASYNCIO else 1), err
     assert err.endswith("\nKeyboardInterrupt\n"), err
     assert not [words for words in ("Exception Group", "Exception ignored", "Warning") if words in err], err

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import sqlite3
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +42,31 @@ async def set_up(database_url: str, tube: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@contextmanager
+def running(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 async def works(
     database: Database, tube: str, changes: list[str], equal: Callable[[], Any], fresh: Callable[[], Any]
 ) -> None:
     """Run the program of a tube beside the changes. `equal`: the downstream; `fresh`: what it must be."""
-    names: dict[str, Any] = {"__name__": tube}
-    exec(compile(PROGRAMS[tube][1], tube, "exec"), names)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(names["main"])
+    with running(PROGRAMS[tube][1]) as process:
         for change in [*changes, f"SELECT tube.tube_backfill_schedule('{tube}', NULL, 0, 9)"]:
             await database.execute(change)
             with trio.fail_after(PATIENCE):
                 while await database.fetch_value(f"SELECT count(*) FROM tube.{tube}"):
+                    assert process.poll() is None, process.stderr and process.stderr.read().decode()
                     await trio.sleep(0.05)
             if "replica" not in change:
                 assert await trio.to_thread.run_sync(equal) == fresh()
-        nursery.cancel_scope.cancel()
+        process.send_signal(signal.SIGINT)
+        await trio.to_thread.run_sync(process.communicate)
 
 
 @pytest.fixture

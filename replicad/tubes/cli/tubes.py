@@ -28,6 +28,7 @@ from replicad.tubes.cli.islands import (
     parse_shards,
     with_island,
 )
+from replicad.tubes.cli.pg_tube import group as pg_tube
 from replicad.tubes.keys import KINDS, TEXT, Key, parse_key
 from replicad.tubes.shards import ShardSet
 
@@ -668,6 +669,9 @@ def _ranges(shards: Sequence[int]) -> str:
         run = [shard for _, shard in group]
         parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
     return ",".join(parts) if len(parts) <= 8 else f"{','.join(parts[:7])},... ({len(shards)})"
+
+
+command.add_command(pg_tube)
 
 
 @command.group("parked", cls=ReplicadGroup, short_help="List, replay or drop ids that failed too often.")

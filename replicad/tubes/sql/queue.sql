@@ -110,7 +110,7 @@ END
 $$;
 
 -- tube_ensure_exists(tube, partitions, predicate, keys, path): creates the tube, or alters it; writes nothing if the tube is
--- already so. predicate is SQL on a row of any attached table: only rows for which it is true are touched and
+-- already so. predicate (NULL or empty: none) is SQL on a row of any attached table: only rows for which it is true are touched and
 -- backfilled. Its names are looked up in path, by default the caller's search_path. keys is bigint or text (keys.sql); NULL:
 -- the present kind, or bigint, which becomes text when the first table needs it. Pods and attachments are kept; a
 -- table that was dropped by hand is created again. Raises RT005. Writes tube_registry, the tube's table, indexes,
@@ -123,9 +123,10 @@ CREATE OR REPLACE FUNCTION tube_ensure_exists(
 ) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    safe name[] := CASE WHEN predicate IS NULL THEN '{}' ELSE tube_safe_path(path) END;
+    safe name[] := CASE WHEN nullif(predicate, '') IS NULL THEN '{}' ELSE tube_safe_path(path) END;
     a tube_attachment;
 BEGIN
+    predicate := nullif(predicate, '');
     PERFORM tube_check_name(tube);
     IF partitions IS NULL OR partitions NOT BETWEEN 1 AND 32768 THEN
         PERFORM tube_refuse('RT008',
@@ -196,6 +197,7 @@ BEGIN
     DELETE FROM tube_worker w WHERE w.tube = tube_ensure_absent.tube;
     DELETE FROM tube_trigger_seen s WHERE s.tube = tube_ensure_absent.tube;
     EXECUTE format('DROP FUNCTION IF EXISTS %I()', tube_object_name(tube, '_trigger'));
+    EXECUTE format('DROP FUNCTION IF EXISTS %I() CASCADE', tube_object_name(tube, '_mirror'));  -- and its trigger
     EXECUTE format('DROP FUNCTION IF EXISTS %1$I(integer, bigint[], character, jsonb, integer),'
         ' %1$I(integer, text[], character, jsonb, integer)', tube_object_name(tube, '_touch'));
     EXECUTE format('DROP TABLE IF EXISTS %I', tube);

@@ -139,6 +139,7 @@ DECLARE
     kind text;
     texts boolean;
     present text;
+    returns regtype := 'bigint';
     body text;
 BEGIN
     SELECT format('%I.%I', n.nspname, tube_object_name(c.relname, '_touch')) INTO full_name
@@ -152,13 +153,16 @@ BEGIN
     SELECT array_agg(s) INTO path
         FROM tube_attachment a, unnest(a.path) s
         WHERE a.tbl = tube_table_touch_ensure.tbl AND a.tbl = a.root AND a.routing IS NOT NULL;
+    SELECT p.prorettype::regtype INTO returns FROM pg_proc p
+        WHERE p.oid = to_regprocedure(format('%s(%s[], character, jsonb, integer)', full_name, kind));
+    returns := coalesce(returns, 'bigint');  -- void, if tube_move took it over: programs may have prepared statements with it
     body := format(
         E'\n%s\n#variable_conflict use_column\nDECLARE\n    pods bigint := 0;\n%sBEGIN\n'
-        '    PERFORM %I.tube_check_writer(%s);%s\n    RETURN pods;\nEND\n',
+        '    PERFORM %I.tube_check_writer(%s);%s\n    RETURN%s;\nEND\n',
         marker, CASE WHEN texts THEN format(
             E'    replicad_touched_keys text[] := ARRAY(SELECT %s FROM unnest($1) WITH ORDINALITY AS g (u, n) WHERE u IS NOT NULL ORDER BY n);\n',
             CASE kind WHEN 'bigint' THEN 'u::text' ELSE tube_key_text_sql(types, 'u') END) END,
-        current_schema(), tbl::oid, calls);
+        current_schema(), tbl::oid, calls, CASE WHEN returns <> 'void'::regtype THEN ' pods' END);
     present := (SELECT p.prosrc FROM pg_proc p WHERE p.oid = to_regprocedure(format('%s(%s[], character, jsonb, integer)',
         full_name, CASE kind WHEN 'bigint' THEN 'text' ELSE 'bigint' END)));
     IF strpos(present, marker) > 0 THEN  -- for another key
@@ -169,11 +173,11 @@ BEGIN
         WHERE p.oid = to_regprocedure(format('%s(%s[], character, jsonb, integer)', full_name, kind)));
     IF strpos(present, marker) = 0 THEN
         PERFORM tube_refuse('RT005', format('function %s exists and is not ours', full_name),
-            'rename it, or rename the table: attached tables have a function of that name');
+            'rename it, or rename the table: attached tables have a function of that name. If it is one of pg-tube: replicad tubes pg-tube');
     ELSIF present IS DISTINCT FROM body THEN
         EXECUTE format('CREATE OR REPLACE FUNCTION %s(ids %s[], op character = ''T'', payload jsonb = NULL,'
-            ' chunk_size integer = %s) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s'
-            ' SET row_security = off%s AS %L', full_name, kind, tube_pod_size(kind), tube_path_text(path), tube_fixed_sql(), body);
+            ' chunk_size integer = %s) RETURNS %s LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s'
+            ' SET row_security = off%s AS %L', full_name, kind, tube_pod_size(kind), returns, tube_path_text(path), tube_fixed_sql(), body);
         EXECUTE format('COMMENT ON FUNCTION %s(%s[], character, jsonb, integer) IS %L', full_name, kind,
             'replicad: touches ids in the tubes that the table is attached to');
     END IF;

@@ -84,7 +84,8 @@ torture: $(VENV)/.dev ## 60 schedules of random faults and everyday operations, 
 drills: $(VENV)/.dev ## cause each fault and wait for its alert; needs prometheus (apt install prometheus), some five minutes
 	@$(RUN) -m tests.drills
 
-synapse: $(VENV)/.dev $(VENV)/synapse/.installed ## a worker of Synapse follows over Redis while daemon and Redis are killed; needs redis-server, two minutes
+synapse: $(VENV)/.dev $(VENV)/synapse/.installed ## Synapse: its TCP server passes our checks, and its worker follows over Redis while all is killed; needs redis-server, three minutes
+	@$(RUN) -m tests.synapse.conformance $(VENV)/synapse/bin/python
 	@$(RUN) -m tests.synapse $(VENV)/synapse/bin/python
 
 lock: $(VENV)/.lock ## renew requirements*.lock: the packages of CI and of the container image, with their hashes

@@ -113,7 +113,8 @@ def command(
     if client is not None or worker is not None:
         _check_client(client, worker, patience, checks, keep)
     else:
-        _check_server(address, options, (stream, tube, write_row, write_pod), checks, keep)
+        given = {"stream": stream, "tube": tube, "write_row": write_row, "write_pod": write_pod, "shared": shared}
+        _check_server(address, options, given, checks, keep)
     counted = Counter(result.outcome for result in results)
     if not as_json:
         rest = "".join(f", {counted[outcome]} {outcome}" for outcome in ("failed", "not run") if counted[outcome])
@@ -154,7 +155,7 @@ def _check_client(
 def _check_server(
     address: str | None,
     options: dict[str, Any],
-    given: tuple[str | None, str | None, str | None, str | None],
+    given: dict[str, Any],
     checks: Sequence[Check],
     report: Callable[[Result], None],
 ) -> None:
@@ -167,9 +168,7 @@ def _check_server(
             raise UsageError("HOST:PORT and --server are both given; give one of them")
         options["server"] = address
     settings = read_settings(ClientSettings, options)
-    stream, tube, write_row, write_pod = given
     server = ServerUnderTest(
-        settings.server.host, settings.server.port, settings.ssl_context(), settings.token,
-        stream=stream, tube=tube, write_row=write_row, write_pod=write_pod,
-    )  # fmt: skip
+        settings.server.host, settings.server.port, settings.ssl_context(), settings.token, **given
+    )
     trio.run(run_checks, server, checks, report)

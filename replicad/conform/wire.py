@@ -42,6 +42,14 @@ class Lines:
             self.leases.add(" ".join(line.split(" ")[1:4]))
         return line
 
+    async def line_or_ping(self) -> str:
+        """The next line that is a PING, or no command of `passed_over`."""
+        while True:
+            line = await self.line()
+            word = line.partition(" ")[0]
+            if word == "PING" or word not in self._passed_over:
+                return line
+
     async def line_but_pings(self) -> str:
         """The next line that is no command of `passed_over`."""
         while True:

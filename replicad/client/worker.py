@@ -25,6 +25,7 @@ from anyio.abc import TaskGroup
 from replicad.client.async_client import AsyncClient, when_ready
 from replicad.client.attempts import CAREFUL_IDS, Attempts, Turns, control_key, row_key
 from replicad.client.calls import Calls, CallTimeout
+from replicad.client.ending import ended_in_order
 from replicad.client.leases import (
     ClaimConnection,
     Holding,
@@ -714,11 +715,16 @@ class Worker:
         return self._work.statistics
 
     async def run(self) -> None:
-        """Work until cancelled.
+        """Work until cancelled, or until SIGTERM, if nobody else handles it: then the leases are given back and the
+        process ends.
 
         Raises:
             UnknownTube, NotAuthorised: trying again would not help.
         """
+        async with ended_in_order():
+            await self._run()
+
+    async def _run(self) -> None:
         work, backoff = self._work, Backoff(first=0.2, cap=10.0)
         while True:
             began = anyio.current_time()

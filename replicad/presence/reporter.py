@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import anyio
 
 from replicad.client.async_link import AsyncLink, open_link
+from replicad.client.ending import ended_in_order
 from replicad.client.link import DaemonTarget
 from replicad.client.refusals import concerns_one_request, may_pass, refusal
 from replicad.client.requests import Introduction
@@ -54,7 +55,8 @@ async def open_presence(
     tls: ssl.SSLContext | None = None,
     timing: Timing | None = None,
 ) -> AsyncIterator[PresenceReporter]:
-    """A reporter for the length of the block. At the end of the block all users of the instance are cleared.
+    """A reporter for the length of the block. At the end of the block all users of the instance are cleared, also where
+    the block is cancelled, or SIGTERM ends the process and nobody else handles it.
 
     `instance` is the worker's name; no other worker may have it. While no daemon can be reached, the reporter tries
     again.
@@ -63,10 +65,20 @@ async def open_presence(
     """
     target = DaemonTarget(host, port, Introduction(instance, None, token), tls, timing=timing or Timing())
     reporter = PresenceReporter(target, instance)
-    async with open_plain_tasks() as tasks:
-        tasks.start_soon(reporter.run)
-        yield reporter
-        await reporter.send_clear()
+    kept = anyio.CancelScope(shield=True)  # the connection stays until the clear is sent
+
+    async def keep() -> None:
+        with kept:
+            await reporter.run()
+
+    async with ended_in_order(), open_plain_tasks() as tasks:
+        tasks.start_soon(keep)
+        try:
+            yield reporter
+        finally:
+            with anyio.CancelScope(shield=True):
+                await reporter.send_clear()
+            kept.cancel()
 
 
 class PresenceReporter:

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import trio
 
+from replicad.client.ending import ended_in_order
 from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError
 from replicad.eventlog import get_logger
 from replicad.nurseries import open_plain_nursery
@@ -201,7 +202,8 @@ async def open_sharded_writer(
 ) -> AsyncIterator[ShardedWriter]:
     """A writer that shares a stream's keys with others, for the length of the block.
 
-    It joins, gets its share of the slots from the others, and returns all of it at the end. It holds one connection
+    It joins, gets its share of the slots from the others, and returns all of it at the end, also where SIGTERM ends the
+    process and nobody else handles it. It holds one connection
     of `db`; each write needs another. `instance` is the name of this writer; each writer needs its own. A process that
     starts under the name of a killed writer waits for the time to live of that writer. `address` (at most 500
     characters) is given to the other writers: where the application sends requests that belong to this writer. `ttl`
@@ -215,7 +217,7 @@ async def open_sharded_writer(
     """
     await require_installed(db, stream, schema)
     writer = ShardedWriter(db, stream, instance, address=address, ttl=ttl, schema=schema)
-    async with open_plain_nursery() as nursery:
+    async with ended_in_order(), open_plain_nursery() as nursery:
         await nursery.start(writer.keep)
         try:
             yield writer

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from replicad.config.declaring import BYTES, SECONDS, WHOLE, one_of
+from replicad.config.declaring import BYTES, SECONDS, WHOLE, one_of, parsed, seconds
 from replicad.daemon.figures import StateView
 from replicad.errors import UsageError
+from replicad.streams.picture import kept_words
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.failures import say
@@ -45,6 +46,22 @@ def on_registry(options: dict[str, Any], work: Callable[[Registry], Awaitable[T]
 
 SHOWN = 2.0  # seconds between two lines of progress
 OTHERS = 0.2  # seconds until the next look where another process is at the snapshot
+FOREVER = float("inf")  # --keep forever
+KEEP = parsed("keep", f"forever, or {SECONDS.expected}", lambda text: FOREVER if text == "forever" else seconds(text))
+
+keep_option = option(
+    "--keep",
+    type=ValueType(KEEP),
+    metavar="TIME|forever",
+    help="Let daemons remove rows that were published longer ago than this, such as 7d; never rows that a known sender "
+    "(`streams acks`) has not acknowledged. Default for a new stream: forever.",
+)
+keep_rows_option = option(
+    "--keep-rows",
+    type=ValueType(WHOLE),
+    metavar="N",
+    help="The same for rows that are not among the N newest. With --keep, rows stay that either of the two keeps.",
+)
 
 MAX_ROW_HELP = "Longest line that the stream may send, in bytes; it stops before a longer row. Default: 64 MiB."
 
@@ -109,6 +126,8 @@ Examples:
 )
 @_name
 @option("--max-row", type=ValueType(BYTES), metavar="BYTES", help=MAX_ROW_HELP)
+@keep_option
+@keep_rows_option
 @option(
     "--table",
     metavar="SCHEMA.TABLE",
@@ -142,6 +161,8 @@ def alter(
     *,
     name: str,
     max_row: int | None,
+    keep: float | None,
+    keep_rows: int | None,
     table: str | None,
     same_rows: bool,
     sequence: str | None,
@@ -152,8 +173,11 @@ def alter(
     """Change the table of the stream NAME, or the longest row that it may have, or say what happened to its sequence.
     Running daemons take it over within a second.
     """
-    if max_row is None and table is None and sequence_changed is None:
-        raise UsageError("give --max-row, --table or --sequence-changed; `replicad streams show` prints the first two")
+    if (max_row, table, sequence_changed, keep, keep_rows) == (None,) * 5:
+        raise UsageError(
+            "give --max-row, --keep, --keep-rows, --table or --sequence-changed; `replicad streams show` prints the "
+            "present values"
+        )
     if table is None and (same_rows or sequence is not None or positions_table is not None):
         raise UsageError("--same-rows, --sequence and --positions-table belong to --table")
 
@@ -174,6 +198,18 @@ def alter(
     if max_row is not None:
         on_registry(options, lambda registry: registry.set_max_row(name, max_row))
         echo(f"stream {name}: rows have at most {max_row} bytes")
+    if keep is not None or keep_rows is not None:
+        echo(on_registry(options, _keep(name, keep, keep_rows)))
+
+
+def _keep(name: str, keep: float | None, keep_rows: int | None) -> Callable[[Registry], Awaitable[str]]:
+    async def work(registry: Registry) -> str:
+        age = None if keep in (None, FOREVER) else timedelta(seconds=keep or 0)
+        await registry.set_keep(name, keep_for=age, keep_rows=keep_rows)
+        rules = kept_words(age, keep_rows)
+        return f"stream {name}: daemons remove no rows" if rules is None else f"stream {name}: daemons keep {rules}"
+
+    return work
 
 
 def _position_of(name: str) -> Any:
@@ -377,11 +413,14 @@ Examples:
 @option("--positions-table", metavar="SCHEMA.TABLE", help="With positions_table: where the writers publish.")
 @option("--sequence", metavar="SCHEMA.NAME", help="Sequence of the ids, where it does not belong to the column.")
 @option("--max-row", type=ValueType(BYTES), default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
+@keep_option
+@keep_rows_option
 @database_options
 def add(
     *, name: str, table: str, id_column: str | None, instance_column: str | None, row: str | None, method: str,
     positions_table: str | None, sequence: str | None, max_row: int, changes: bool, key: str | None,
     columns: str | None, where: str | None, old: bool, unchanged: str | None, filters: tuple[str, ...], snapshot: bool,
+    keep: float | None, keep_rows: int | None,
     **options: Any,
 ) -> None:  # fmt: skip
     """Make a table the stream NAME, with no change to the application that writes it.
@@ -417,11 +456,14 @@ def add(
         return added, await registry.daemon_connected()
 
     added, daemon = on_registry(options, work)
+    kept = None if keep is None and keep_rows is None else on_registry(options, _keep(name, keep, keep_rows))
     done = f"stream {added.stream.name} {'registered' if added.new else 'is registered already, just so'}"
     if daemon:
         echo(f"{done}; the daemons that are running serve it within 1 s")
     else:
         echo(f"{done}; no daemon is connected to this database: start `replicad serve`")
+    if kept is not None:
+        echo(kept)
     for note in added.notes:
         echo(f"note: {note}")
     if not changes and added.new:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from replicad.config.declaring import BYTES, TEXT, one_of
+from datetime import timedelta
+
+from replicad.config.declaring import BYTES, SECONDS, TEXT, WHOLE, one_of
 from replicad.errors import StreamRefused
 from replicad.postgres.statements import HOW, find_relation, statement
 from replicad.streams.chunks import MAX_ROW
@@ -10,6 +12,7 @@ from replicad.streams.registry import Method, Registry
 from replicad.terminal.desired import Section, SectionKey, TargetDatabase, Values
 
 _FIXED = "only a new stream can have another one: replicad streams remove NAME, then apply; its readers begin again"
+_RULES = ("keep", "keep_rows")
 _MIN_ROW = 1024  # bytes; a constraint of the registry
 
 
@@ -29,6 +32,8 @@ async def present(place: TargetDatabase) -> dict[str, Values]:
                 "positions_table": stream.positions_table,
                 "sequence": None if own[name]["fed"] else stream.sequence,
                 "max_row": stream.max_row,
+                "keep": None if stream.keep_for is None else stream.keep_for.total_seconds(),
+                "keep_rows": stream.keep_rows,
             }
     return found
 
@@ -50,16 +55,23 @@ async def normal(place: TargetDatabase, name: str, values: Values) -> Values:  #
 
 
 async def change(place: TargetDatabase, name: str, before: Values | None, wanted: Values) -> None:
-    """Register the stream, or set the bound of its rows: nothing else of it can be changed."""
+    """Register the stream, or set the bound of its rows and the rules of its removal: nothing else can be changed."""
+    registry = Registry(place.db, place.settings.stream_schema)
     if before is not None:
-        schema = place.settings.stream_schema
-        await Registry(place.db, schema).set_max_row(name, wanted["max_row"])
+        await registry.set_max_row(name, wanted["max_row"])
+        if any(before[key] != wanted[key] for key in _RULES):
+            await registry.set_keep(name, keep_for=_age(wanted["keep"]), keep_rows=wanted["keep_rows"])
         return
     others = {
         key: wanted[key] for key in ("instance_column", "row", "method", "positions_table", "sequence", "max_row")
     }
-    schema = place.settings.stream_schema
-    await Registry(place.db, schema).add(name, wanted["table"], wanted["id"], **others)
+    await registry.add(name, wanted["table"], wanted["id"], **others)
+    if any(wanted[key] is not None for key in _RULES):
+        await registry.set_keep(name, keep_for=_age(wanted["keep"]), keep_rows=wanted["keep_rows"])
+
+
+def _age(seconds: float | None) -> timedelta | None:
+    return None if seconds is None else timedelta(seconds=seconds)
 
 
 SECTION = Section(
@@ -74,6 +86,8 @@ SECTION = Section(
         SectionKey("positions_table", TEXT, fixed=_FIXED),
         SectionKey("sequence", TEXT, fixed=_FIXED),
         SectionKey("max_row", BYTES, MAX_ROW, minimum=_MIN_ROW, maximum=MAX_ROW),
+        SectionKey("keep", SECONDS, minimum=1),
+        SectionKey("keep_rows", WHOLE, minimum=1),
     ),
     present=present,
     normal=normal,

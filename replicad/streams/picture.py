@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from replicad.daemon.figures import COUNTER, GAUGE, ConsoleForm, Family, Sample, StateColumn, StateColumns, StateView
@@ -107,6 +107,20 @@ def _journal(name: str, text: str, of: Callable[[ChannelStatistics], float]) -> 
     return StateColumn(name, figure=family, samples=samples)
 
 
+_UNITS = (("d", 86400), ("h", 3600), ("m", 60))
+
+
+def kept_words(age: timedelta | None, rows: int | None) -> str | None:
+    """The rules by which daemons remove old rows, in words; None: all rows stay."""
+    rules = [] if age is None else [_period(age.total_seconds())]
+    rules += [] if rows is None else [f"{rows:,} rows"]
+    return " and ".join(rules) or None
+
+
+def _period(seconds: float) -> str:
+    return next((f"{seconds / size:g}{unit}" for unit, size in _UNITS if seconds % size == 0), f"{seconds:g}s")
+
+
 def _lag(one: StreamPicture) -> float | None:
     return None if one.lag_seconds is None else round(one.lag_seconds, 3)
 
@@ -177,6 +191,10 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
                 "Time since the first id above the position was seen; 0 if there is none.",
                 _OF,
             ),
+        ),
+        StateColumn(
+            "keep", _LIST | _SHOW | _CONSOLE, lambda one: kept_words(one.stream.keep_for, one.stream.keep_rows),
+            label="Keeps",
         ),
         *map(_registered, ("trimmed_upto", "max_row")),
         StateColumn("skipped", _SHOW, lambda one: list(one.stream.skipped)),

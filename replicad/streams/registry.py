@@ -47,7 +47,8 @@ class Stream:
     `identity`: by which name the user meant the table. `fed`: the sequence fed the id column when the table was added.
     `shares_sequence`: other tables have ids of the sequence, too, as was accepted then.
     `denied`: what this role may not read, with the GRANT that it needs, or None. `proof_key`: the table by which proofs
-    of reservations are checked; None if this role may not read it. Ids up to `trimmed_upto` were removed
+    of reservations are checked; None if this role may not read it. `keep_for` and `keep_rows`: the rules by which
+    daemons remove old rows; None: no such rule. Ids up to `trimmed_upto` were removed
     by trimming, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`: the numbers
     of writers in vector tokens. `epoch`: the id of the present generation; `continues`: whether it is still valid. If
     not, `continue_streams` begins the next one. `sequence_file`: the sequence's file (as of pg_relation_filenode) in
@@ -84,6 +85,8 @@ class Stream:
     denied: str | None
     proof_key: str | None
     trimmed_upto: int | None
+    keep_for: timedelta | None
+    keep_rows: int | None
     max_row: int
     skipped: tuple[int, ...]
     created_at: datetime
@@ -107,6 +110,7 @@ RENEWABLE = frozenset(
     {
         *("table", "sequence", "positions_table", "row", "row_type"),
         *("source", "unique_ids", "plain", "max_row", "skipped", "proof_key", "identity", "shares_sequence"),
+        *("keep_for", "keep_rows"),
     }
 )
 
@@ -386,6 +390,22 @@ class Registry:
     async def set_max_row(self, name: str, max_row: int) -> None:
         """Bound the lines of a stream, in bytes. Raises UnknownStream, and UsageError above MAX_ROW."""
         await self._value("stream_max_row", name, max_row)
+
+    async def set_keep(self, name: str, *, keep_for: timedelta | None, keep_rows: int | None) -> None:
+        """Let daemons remove the rows that are older than `keep_for` and not among the `keep_rows` newest. None: no
+        such rule.
+
+        Raises UnknownStream, UsageError, and StreamRefused: the removal would run code of the table's owner.
+        """
+        await self._value("stream_keep_rules", name, keep_for, keep_rows)
+
+    async def trim_kept(self, name: str, batch: int) -> int:
+        """Remove a bounded piece of the rows that the rules let go. Returns how many rows or partitions.
+
+        Raises UnknownStream, and StreamRefused: the removal would run code of the table's owner.
+        """
+        rows = await self._fetch("stream_trim_kept", name, batch)
+        return int(rows[0]["partitions"] + rows[0]["removed"])
 
     async def alter_table(
         self,

@@ -33,6 +33,7 @@ class StreamIntervals:
     late_look: float = 1.0  # between two rounds of the audit; how long a look takes makes a stream miss some
     audit_after: float = 1.0  # before sent rows are compared with the table
     kept_look: float = 60.0  # between two notes of the lowest id of a stream
+    keep: float = 30.0  # between two removals of rows that a stream's rules do not keep
     late_lasts: float = 3600.0  # for which the trouble is shown after the last late row
     late_rows: int = 40_000  # rows of a window that are read; where ids have more rows, the window is narrower
     max_listed: int = 10_000  # writers; every poll and every token costs a few milliseconds with so many

@@ -27,6 +27,7 @@ from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import REGISTRY, Publisher
 from replicad.streams.serving.recording import Recording
+from replicad.streams.serving.retention import Retention
 from replicad.streams.serving.row_pages import RowPages
 from replicad.streams.serving.served_stream import KIND, ServedStream
 from replicad.streams.serving.subscriptions import Subscriptions
@@ -265,16 +266,18 @@ class StreamService:
         publisher: Publisher,
         acks: AckService,
         book: TroubleBook,
+        retention: Retention,
         poller: Poller,
-        pace: StreamIntervals = StreamIntervals(),
         *,
         recording: Recording,
+        pace: StreamIntervals = StreamIntervals(),
     ) -> None:
         self.publisher = publisher
         self.catchups = publisher.catchups
         self._acks = acks
         self._book = book
         self._recording = recording
+        self._retention = retention
         self._poller = poller
         self._pace = pace
         self._listed: list[str] | None = None  # the streams in `_line`
@@ -287,6 +290,7 @@ class StreamService:
             Job("troubles", self._book.run),
             Job("changes", self._recording.look),
             Job("snapshots", self._recording.send_snapshots),
+            Job("retention", self._retention.run),
             Job("catch-ups", self.catchups.run, announces=True),
             Job("publisher", self.publisher.run, announces=True),
         ]
@@ -361,7 +365,8 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
             lambda: any(stream.stream.source is not None for stream in publisher.streams.values()),
             pace,
         )
-        service = StreamService(publisher, acks, book, host.poller, pace, recording=recording)
+        retention = Retention(publisher.streams, Registry(pools.housekeeping, schema).trim_kept, troubles, pace)
+        service = StreamService(publisher, acks, book, retention, host.poller, recording=recording, pace=pace)
         host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema))
         host.figures.catching_up = catchups.following
         host.inside.pages = RowPages(publisher, pace)

@@ -77,6 +77,204 @@ END
 $$;
 COMMENT ON FUNCTION stream_trim(text, bigint, integer) IS 'Deletes a batch of the oldest rows of a stream';
 
+-- stream_keep_rules(name, keep_for, keep_rows): from now on daemons remove rows that were published longer ago than
+-- `keep_for` and are not among the `keep_rows` newest; NULL: no such rule, and with two NULLs all rows stay. Raises RS001, RS007, and
+-- RS002 where the table has code that a removal would run. Writes stream; makes the function of the table's owner.
+CREATE OR REPLACE FUNCTION stream_keep_rules(name text, keep_for interval, keep_rows bigint) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    s stream := stream_find(name);
+BEGIN
+    IF keep_for <= '0' OR keep_rows <= 0 THEN
+        PERFORM stream_refuse_argument('rows cannot be kept for no time, or none of them', 'give a time or a number above 0');
+    END IF;
+    IF keep_for IS NOT NULL OR keep_rows IS NOT NULL THEN
+        PERFORM stream_trimmer_ensure(s.relation);
+        PERFORM stream_refuse(stream_trim_fault(s.relation), format('let the owner of the table remove rows: replicad streams trim %s',
+            stream_shell(s.name))) WHERE stream_trim_fault(s.relation) IS NOT NULL;
+    END IF;
+    UPDATE stream x SET keep_for = stream_keep_rules.keep_for, keep_rows = stream_keep_rules.keep_rows WHERE x.number = s.number;
+END
+$$;
+COMMENT ON FUNCTION stream_keep_rules(text, interval, bigint) IS 'Sets how long, or how many of, the rows of a stream are kept';
+
+-- stream_trim_fault(tbl): why a daemon does not remove rows of a table: code of the table's owner would run in its session. NULL: it may.
+CREATE OR REPLACE FUNCTION stream_trim_fault(tbl regclass) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT format('removing rows of %s runs code that belongs to its owner: %s', tbl, what)
+    FROM (
+        SELECT format('trigger %I of %s', g.tgname, g.tgrelid::regclass) AS what
+        FROM stream_tables(tbl) t JOIN pg_trigger g ON g.tgrelid = t
+        WHERE NOT g.tgisinternal AND g.tgtype & 8 <> 0 AND g.tgenabled <> 'D'
+        UNION ALL
+        SELECT format('foreign key %I of %s', k.conname, k.conrelid::regclass)
+        FROM stream_tables(tbl) t JOIN pg_constraint k ON k.confrelid = t
+        WHERE k.contype = 'f' AND k.confdeltype IN ('c', 'n', 'd')
+        UNION ALL
+        SELECT format('rule %I of %s', r.rulename, r.ev_class::regclass)
+        FROM stream_tables(tbl) t JOIN pg_rewrite r ON r.ev_class = t WHERE r.ev_type = '4'
+    ) code
+    ORDER BY 1 LIMIT 1
+$$;
+
+-- stream_trimmer(owner): the function that removes rows as this role, with its schema (stream_trimmer_ensure); NULL where there is none.
+CREATE OR REPLACE FUNCTION stream_trimmer(owner oid) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT format('%I.%I', current_schema(), p.proname)
+    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    WHERE n.nspname = current_schema() AND p.proowner = owner AND p.proname ~ '^trimmer_1_[0-9a-f]{32}$'
+        AND has_function_privilege(p.oid, 'EXECUTE')
+    LIMIT 1
+$$;
+
+-- stream_trimmer_ensure(tbl): makes the function that removes rows as the owner of this table, if it is needed and absent. It deletes
+-- rows up to an id, or drops a partition, and does neither where code of the owner would run (stream_trim_fault): a deferred
+-- trigger would run at the end of the transaction, as the session's role. Raises RS002 where the asking role may not make it.
+CREATE OR REPLACE FUNCTION stream_trimmer_ensure(tbl regclass) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    owner oid := stream_runs_as(tbl);
+    role name := pg_get_userbyid(owner);
+    home name := current_schema();
+    keeper name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace n WHERE n.nspname = home);
+    signature text := format('%I.%I(oid, name, bigint, oid)', home, 'trimmer_1_' || md5(role));
+    granted boolean;
+BEGIN
+    IF owner IS NULL OR stream_trimmer(owner) IS NOT NULL THEN
+        RETURN;
+    END IF;
+    granted := has_schema_privilege(owner, home, 'CREATE');
+    EXECUTE format('DROP FUNCTION IF EXISTS %s', signature);
+    EXECUTE format('CREATE FUNCTION %I.%I(tbl oid, id_column name, upto bigint, part oid) RETURNS bigint'
+        ' LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS %L', home, 'trimmer_1_' || md5(role), $body$
+        DECLARE
+            guarded boolean := false;
+            removed bigint;
+        BEGIN
+            BEGIN
+                PERFORM pg_catalog.set_config('role', 'none', true);
+            EXCEPTION WHEN insufficient_privilege THEN
+                guarded := true;
+            END;
+            IF NOT guarded OR current_user <> (SELECT pg_catalog.pg_get_userbyid(c.relowner) FROM pg_catalog.pg_class c
+                    WHERE c.oid = tbl) THEN
+                RAISE EXCEPTION USING ERRCODE = 'RS006', MESSAGE = 'the table changed its owner, or its trimmer was altered',
+                    HINT = 'drop the function and set the rules anew';
+            END IF;
+            IF part IS NOT NULL THEN
+                EXECUTE pg_catalog.format('DROP TABLE %s', part::pg_catalog.regclass);
+                RETURN 0;
+            END IF;
+            EXECUTE pg_catalog.format('DELETE FROM %s AS t WHERE t.%I <= $1', tbl::pg_catalog.regclass, id_column) USING upto;
+            GET DIAGNOSTICS removed = ROW_COUNT;
+            RETURN removed;
+        END
+        $body$);
+    EXECUTE format('COMMENT ON FUNCTION %s IS %L', signature, format('replicad: removes old rows of tables of %I as %1$I', role));
+    EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
+    IF NOT granted THEN
+        EXECUTE format('GRANT CREATE ON SCHEMA %I TO %I', home, role);  -- no other session sees it
+    END IF;
+    EXECUTE format('ALTER FUNCTION %s OWNER TO %I', signature, role);
+    IF NOT granted THEN
+        EXECUTE format('REVOKE CREATE ON SCHEMA %I FROM %I', home, role);
+    END IF;
+    EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', signature, keeper);
+EXCEPTION WHEN insufficient_privilege THEN
+    PERFORM stream_refuse(SQLERRM, format('run: GRANT %I TO %I', role, keeper));
+END
+$$;
+
+-- stream_keep_upto(s): the id up to which the rules of a stream let rows go; NULL where they let none go. A row goes only if each
+-- rule lets it go, if it was published, and if each known sender has acknowledged it (stream_acks).
+CREATE OR REPLACE FUNCTION stream_keep_upto(s stream) RETURNS bigint
+LANGUAGE plpgsql AS $$
+DECLARE
+    published bigint := (SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0);
+    upto bigint := published;
+    beyond text;
+BEGIN
+    IF s.keep_for IS NOT NULL THEN
+        upto := CASE WHEN upto IS NOT NULL THEN least(upto, stream_position_at(s.name, clock_timestamp() - s.keep_for)) END;
+        IF stream_position_at(s.name, clock_timestamp() - s.keep_for) IS NULL THEN
+            RETURN NULL;
+        END IF;
+    END IF;
+    IF EXISTS (SELECT FROM stream_acks(s.name)) THEN
+        IF (SELECT count(*) > count(a.token) FROM stream_acks(s.name) a) THEN
+            RETURN NULL;
+        END IF;
+        upto := least(upto, (SELECT min(a.token) FROM stream_acks(s.name) a));
+    END IF;
+    IF s.keep_rows IS NOT NULL AND upto IS NOT NULL THEN
+        SELECT r INTO beyond FROM stream_as_owner(s.relation, format('SELECT t.%1$I::text FROM %2$s AS t WHERE t.%1$I <= %3$s'
+            ' ORDER BY t.%1$I DESC OFFSET %4$s LIMIT 1', s.id_column, stream_qualified(s.relation), published, s.keep_rows)) r;
+        upto := CASE WHEN beyond IS NOT NULL THEN least(upto, beyond::bigint) END;
+    END IF;
+    RETURN upto;
+END
+$$;
+
+-- stream_trim_kept(name, batch): removes a bounded piece of what the rules of a stream let go: whole partitions, whose range of ids has
+-- passed, or about `batch` rows. Returns how many partitions and rows; 0 and 0 where nothing is left to do, or another session is at it.
+-- The trimmed ids are noted first, so that a token below them is refused. Raises RS001, and RS002 where code of the owner would run.
+-- Writes the stream's table, and by stream_trim_note stream and stream_mark.
+CREATE OR REPLACE FUNCTION stream_trim_kept(name text, batch integer, OUT partitions bigint, OUT removed bigint)
+LANGUAGE plpgsql AS $$
+DECLARE
+    s stream := stream_find(name);
+    owner oid := stream_runs_as(s.relation);
+    upto bigint;
+    step text;
+    part record;
+BEGIN
+    partitions := 0;
+    removed := 0;
+    IF (s.keep_for IS NULL AND s.keep_rows IS NULL) OR NOT pg_try_advisory_xact_lock(hashtext('replicad keep'), s.number) THEN
+        RETURN;
+    END IF;
+    upto := stream_keep_upto(s);
+    IF upto IS NULL THEN
+        RETURN;
+    END IF;
+    EXECUTE format('LOCK TABLE %s IN ROW EXCLUSIVE MODE', stream_qualified(s.relation)) ;  -- from here on nobody adds a trigger
+    PERFORM stream_refuse(stream_trim_fault(s.relation), format('let the owner of the table remove rows: replicad streams trim %s',
+        stream_shell(s.name))) WHERE stream_trim_fault(s.relation) IS NOT NULL;
+    FOR part IN
+        SELECT c.oid, (regexp_match(pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES FROM \(''?[^'',]*''?\) TO \(''?(-?[0-9]+)''?\)'))[1]::bigint - 1
+            AS last
+        FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid JOIN pg_partitioned_table p ON p.partrelid = i.inhparent
+        JOIN pg_attribute a ON a.attrelid = p.partrelid AND a.attnum = p.partattrs[0]
+        WHERE i.inhparent = s.relation AND p.partstrat = 'r' AND p.partnatts = 1 AND a.attname = s.id_column
+    LOOP
+        CONTINUE WHEN part.last IS NULL OR part.last > upto;
+        PERFORM stream_trim_note(s.number, part.last, false);
+        IF owner IS NULL THEN
+            EXECUTE format('DROP TABLE %s', stream_qualified(part.oid));
+        ELSE
+            EXECUTE format('SELECT %s($1, $2, 0, $3)', stream_trimmer(owner)) USING s.relation::oid, s.id_column, part.oid;
+        END IF;
+        partitions := partitions + 1;
+    END LOOP;
+    IF partitions > 0 THEN
+        RETURN;
+    END IF;
+    SELECT r INTO step FROM stream_as_owner(s.relation, format('SELECT max(id)::text FROM (SELECT t.%1$I FROM %2$s AS t'
+        ' WHERE t.%1$I <= %3$s ORDER BY 1 LIMIT %4$s) oldest (id)', s.id_column, stream_qualified(s.relation), upto, greatest(batch, 1))) r;
+    IF step IS NULL THEN
+        RETURN;
+    END IF;
+    PERFORM stream_trim_note(s.number, step::bigint, true);
+    IF owner IS NULL THEN
+        EXECUTE format('DELETE FROM %s AS t WHERE t.%I <= $1', stream_qualified(s.relation), s.id_column) USING step::bigint;
+        GET DIAGNOSTICS removed = ROW_COUNT;
+    ELSE
+        EXECUTE format('SELECT %s($1, $2, $3, NULL)', stream_trimmer(owner)) INTO removed
+            USING s.relation::oid, s.id_column, step::bigint;
+    END IF;
+END
+$$;
+
 -- stream_ack_note(names, generations, instances, tokens): notes the tokens that senders have acknowledged (arrays of one
 -- length, no sender of a stream twice); within a generation tokens only grow. Acks of a generation that is not the present
 -- one, or of a stream that was removed, are passed over; so are new senders where a stream has a thousand. Writes

@@ -26,6 +26,7 @@ BEGIN
                 'stream_writers_idle', 'stream_writer_holder',
                 'stream_reader_ensure', 'stream_readers_ensure', 'stream_as_owner', 'stream_proof_key',
                 'stream_guard_attach', 'stream_guard_build', 'stream_guard_detach',
+                'stream_keep_rules', 'stream_trimmer_ensure', 'stream_keep_upto', 'stream_trim_kept',
                 'stream_note', 'stream_rewind', 'stream_keep', 'stream_mark_position', 'stream_skip_id', 'stream_skip_undo',
                 'stream_trouble_write', 'stream_troubles', 'stream_daemon_beat', 'stream_daemon_leave', 'stream_daemons',
                 'stream_relay_channel', 'stream_relay_secret') THEN

@@ -24,6 +24,8 @@ CREATE TABLE IF NOT EXISTS stream (
     sequence_named text[],
     positions_named text[],
     also_feeds regclass[] NOT NULL DEFAULT '{}',  -- the other tables that the sequence fed then
+    keep_for interval CHECK (keep_for > '0'),  -- stream_keep_rules: older rows go, where keep_rows lets them; NULL: no rule
+    keep_rows bigint CHECK (keep_rows > 0),   -- so many of the newest rows stay; NULL: no rule
     parted oid[] NOT NULL DEFAULT '{}'  -- tables that were partitions or heirs, and draw from the sequence still
 );
 COMMENT ON TABLE stream IS 'replicad: the registered streams; use stream_add() and stream_remove()';

@@ -65,6 +65,8 @@ SELECT s.number::integer AS number,
         FROM home JOIN pg_namespace kn ON kn.oid = home.schema JOIN pg_class kc ON kc.relnamespace = kn.oid
         WHERE kc.relname = 'stream_reservation_key' AND has_table_privilege(kc.oid, 'SELECT')) AS proof_key,
     s.trimmed_upto,
+    s.keep_for,
+    s.keep_rows,
     s.max_row,
     ARRAY(SELECT k.id FROM {schema}.stream_skip k WHERE k.stream = s.number ORDER BY k.id)::bigint[] AS skipped,
     s.created_at,
@@ -226,6 +228,9 @@ SELECT EXISTS (
 -- name: stream_position_at
 -- The age counts back from the server's clock.
 SELECT {schema}.stream_position_at($1, clock_timestamp() - $2::interval)
+
+-- name: stream_trim_kept
+SELECT k.partitions, k.removed FROM {schema}.stream_trim_kept($1, $2) AS k
 
 -- name: stream_add
 -- The casts keep what text and oids mean in SQL: a name that is too long is cut, and an oid may stand for its table.

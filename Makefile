@@ -63,7 +63,7 @@ specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ with TLC (do
 	@$(RUN) specs/run.py $(SPECS)
 
 docs: $(VENV)/.docs ## make the pages and tables anew that are made from the program, and the site in site/
-	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.exits_page tests.keys_page tests.commands_page; do $(RUN) -m $$page || exit 1; done
+	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.everyday_page tests.exits_page tests.keys_page tests.commands_page; do $(RUN) -m $$page || exit 1; done
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet && echo "to read it with search: python3 -m http.server --directory site"
 
 bench: $(VENV)/.bench ## measure beside NATS, Redis and psql; prints tables

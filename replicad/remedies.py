@@ -48,6 +48,7 @@ FORMS: Final[Mapping[str, RemedyForm]] = {
     "list_parked": RemedyForm("replicad tubes parked list {tube}", Who.ANYONE),
     "list_sender_parked": RemedyForm("replicad sender parked list --stream {stream}", Who.ANYONE),
     "reset_read_only": RemedyForm("ALTER {what} RESET default_transaction_read_only", Who.SUPERUSER),
+    "reset_replication_role": RemedyForm("ALTER {what} RESET session_replication_role", Who.SUPERUSER),
     "see_sessions": RemedyForm("GRANT pg_read_all_stats TO {role}", Who.SUPERUSER),
     "own_type": RemedyForm("ALTER {what} OWNER TO {role}", Who.SUPERUSER),
     "start_daemon": RemedyForm("start `replicad serve`", Who.MACHINE),

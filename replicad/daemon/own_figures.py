@@ -57,9 +57,18 @@ FOLDER_SIZE = Family("replicad_data_folder_size_bytes", GAUGE, "Size of the disk
 FOLDER_FREE = Family("replicad_data_folder_free_bytes", GAUGE, "Bytes of it that are free.")
 
 KINDS = ("stream", "tube", "service", "session", DATABASE)  # of troubles that are always shown, with 0
+OF_ONE = {
+    kind: Family(
+        f"replicad_{kind}_trouble",
+        GAUGE,
+        f"1 for each kind of present troubles of a {kind}, also where it is served; missing without one.",
+        (kind, "code"),
+    )
+    for kind in ("stream", "tube")
+}
 FAMILIES = (
     DATABASE_UP, OUTAGE, POLLS, POLL_FAILURES, POOL_SIZE, POOL, POOL_WAITING, POOL_LOST, POOL_STATEMENTS,
-    CONNECTIONS, CONNECTIONS_LIMIT, ACCEPTED, REFUSED, CLOSED, SENT, UNFINISHED, TROUBLES, FAILURES,
+    CONNECTIONS, CONNECTIONS_LIMIT, ACCEPTED, REFUSED, CLOSED, SENT, UNFINISHED, TROUBLES, *OF_ONE.values(), FAILURES,
     RELAY_REFUSED, SERVICE_FAILURES, FOLDER_SIZE, FOLDER_FREE,
 )  # fmt: skip
 
@@ -96,8 +105,14 @@ class OwnFigures:
         yield from self._database()
         yield from self._clients()
         present = dict.fromkeys(KINDS, 0)
+        of_one = set()
         for trouble in self.troubles.current():
-            present[trouble.place.kind] = present.get(trouble.place.kind, 0) + 1
+            kind = trouble.place.kind
+            present[kind] = present.get(kind, 0) + 1
+            if kind in OF_ONE:
+                of_one.add((kind, trouble.place.name, trouble.code))
+        for kind, name, code in sorted(of_one):
+            yield OF_ONE[kind](1, name, code)
         for kind, number in present.items():
             yield TROUBLES(number, kind)
         for labels, number in list(self.troubles.counts.items()):

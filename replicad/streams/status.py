@@ -18,7 +18,7 @@ from replicad.positions.horizon import Holder, HolderKind, Horizon, Reading
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import statement
 from replicad.streams.daemons import DaemonReports, Reported
-from replicad.streams.picture import StreamPicture
+from replicad.streams.picture import STARTING, StreamPicture
 from replicad.streams.queries import SCHEMA, Impatient, is_locked
 from replicad.streams.registry import Method, Published, Registry, Stream, horizon_source, row_source
 from replicad.terminal.failures import as_commands
@@ -105,7 +105,7 @@ async def _see(db: Database, streams: list[Stream], schema: str) -> tuple[_Seen,
     if hidden:
         notes.append(
             f"role {viewer} may look at streams, and not read the tables of {len(hidden)} of them: "
-            "what daemons publish is shown, and no waiting rows"
+            "what daemons publish is shown, and neither waiting rows nor what holds a stream back"
         )
     try:
         readings = await _poll(db, [stream for stream in streams if stream.name not in hidden], published)
@@ -180,6 +180,9 @@ async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> Str
     held_by = locker or reading.held_by
     if problem is None and waiting and held_by is None:
         state, problem = await _ids_ahead(db, stream, schema)
+    if problem is None and seen.daemon and position is None and stream.positions_table is not None:
+        state = STARTING
+        problem = f"no writer has published a position in {stream.positions_table} yet, so no row is sent"
     if problem is None and not seen.daemon and (waiting or seen.hides(stream)):
         rows = "rows wait" if waiting else "rows may wait, which this role cannot see"
         state, problem = NO_DAEMON, f"{rows}, and no daemon is connected that could send them: start `replicad serve`"

@@ -132,9 +132,10 @@ def _unseen(row: Any) -> str:
             "Postgres fires no trigger for them. Attach the table on the publisher, and detach it here: "
             f"{_detach(row, row['root'])}"
         )
+    remedy = Remedy.make("reset_replication_role", what=row["whose"])
     return (
         f"{row['who']} has session_replication_role = replica, and writes of such sessions are not recorded. Set it in "
-        "single sessions only, and backfill what they have written"
+        f"single sessions only, `{remedy}`, and backfill what they have written"
     )
 
 

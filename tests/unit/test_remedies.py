@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicad.positions.horizon import Holder, HolderKind
+from replicad.remedies import FORMS, Who
 from replicad.terminal.failures import as_commands
+from replicad.terminal.holders import remedy_for
+from tests import everyday_page
+from tests.everyday import EVENTS
+
+# Remedies that no everyday event prints, and the tests that run them or see them.
+ELSEWHERE = {
+    "cancel_backfill": "integration/test_backfill.py",
+    "retire_writer": "integration/test_cli_stream_writers.py",
+    "locks": "unit/test_remedies.py",
+    "show_stream": "integration/test_cli_database.py",
+    "list_tubes": "integration/test_cli_database.py",
+    "list_sender_parked": "integration/test_sender_parked.py",
+    "reset_read_only": "integration/test_doctor.py",
+    "see_sessions": "integration/test_doctor.py",
+    "own_type": "integration/test_doctor.py",
+    "start_daemon": "integration/test_doctor.py",
+    "start_worker": "integration/test_doctor.py",
+    "start_sender": "integration/test_doctor.py",
+}
+
+
+def test_every_remedy_is_run_by_the_test_of_an_everyday_event_or_by_another_one() -> None:
+    run = [everyday_page.plain(pattern, event) for event in EVENTS for _, pattern in event.remedies]
+    for name, form in FORMS.items():
+        pattern = re.sub(r"\\\{\w+\\\}", ".*", re.escape(form.text))
+        assert any(re.fullmatch(pattern, text) for text in run) != (name in ELSEWHERE), name
+    assert ELSEWHERE.keys() <= FORMS.keys()
+    assert all((Path(__file__).parents[1] / file).exists() for file in ELSEWHERE.values())
+
+
+def test_a_holder_without_a_name_has_a_look_as_its_remedy() -> None:
+    remedy = remedy_for(Holder(HolderKind.TABLE_LOCK))
+    assert (remedy, remedy.who) == ("SELECT * FROM pg_locks WHERE NOT granted", Who.ANYONE)
+
+
+def test_the_table_of_everyday_events_is_what_is_declared() -> None:
+    text = everyday_page.PAGE.read_text(encoding="utf-8")
+    assert everyday_page.render(text) == text, "run `python -m tests.everyday_page`"
+    assert (
+        len(EVENTS)
+        + text.count("; ", text.index("These concern the whole database"), text.index("## The command line"))
+        >= 40
+    )
+
 
 NAMES = st.text(st.characters(min_codepoint=33, exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1)
 

@@ -465,8 +465,7 @@ async def _tubes(seen: Evidence) -> Iterable[Finding]:
 async def _readers(seen: Evidence) -> Iterable[Finding]:
     found = []
     rows = await seen.partitions()
-    if any(row["pods"] is None for row in rows):
-        return fine("not checked: this role may not count the pods of every tube")
+    uncounted = {row["tube"] for row in rows if row["pods"] is None}
     for row in rows:
         where = f"tube {row['tube']}, partition {row['partition']}"
         if row["pods"] and row["holder"] is None:
@@ -478,6 +477,10 @@ async def _readers(seen: Evidence) -> Iterable[Finding]:
         elif (row["lag_s"] or 0) >= seen.thresholds.lag:
             text = f"{where}: the oldest pod is {row['lag_s']:.0f} s old; {row['holder']} reads it"
             found.append(warning(text, "see the worker's log; more partitions allow more workers"))
+    if uncounted:  # `tubes` has the reason, or this role only looks
+        return found or fine(
+            f"not checked: the pods of {counted(len(uncounted), 'tube')} cannot be counted by this role"
+        )
     return found or fine("every partition with pods has a reader that keeps up")
 
 

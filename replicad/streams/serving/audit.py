@@ -258,6 +258,7 @@ class Comparison:
         return None if None in chunks else ids_of(b"".join(chunk.data for chunk in chunks if chunk is not None))
 
 
+LOOK = "late_rows_look"  # the cause of the trouble of a look that failed
 SHARE = 0.02  # of the time that reading a stream takes, for looks at it
 IDLE_SHARE = 0.005  # of all time, for looks at all streams in turn, whatever is read
 LONGEST = 30.0  # seconds for which a look that took long keeps others away
@@ -335,11 +336,17 @@ class Audit:
             self._earn()
             for name in sorted(self._served, key=lambda name: self._looked_at.get(name, float("-inf"))):
                 served = self._served.get(name)
-                if served is not None and max(self._idle_credit, self._credit.get(name, 0.0)) > 0:
-                    with self._troubles.contain("stream", name, "late_rows_look"):
+                if served is None:
+                    continue
+                # a look that failed is made again, so that its trouble does not outlive its cause
+                if self._failed(name) or max(self._idle_credit, self._credit.get(name, 0.0)) > 0:
+                    with self._troubles.contain("stream", name, LOOK):
                         await self.look(name, served)
                     await trio.lowlevel.checkpoint()
             self._forget()
+
+    def _failed(self, name: str) -> bool:
+        return any(trouble.place.cause == LOOK for trouble in self._troubles.of("stream", name))
 
     def _earn(self) -> None:
         """Add up what looks may take now: those at streams that were read, and those in turn."""

@@ -19,7 +19,7 @@ BEGIN
         remedy := format('run: ALTER SEQUENCE %s CACHE 1', sequence);
     ELSIF s.seqincrement < 0 THEN
         problem := format('sequence %s counts downwards (INCREMENT %s)', sequence, s.seqincrement);
-        remedy := 'the ids of a stream grow: feed the column from a sequence that counts upwards';
+        remedy := format('run: ALTER SEQUENCE %s INCREMENT BY 1, and setval above all ids', sequence);
     ELSIF s.seqcycle THEN
         problem := format('sequence %s starts again at its end (CYCLE)', sequence);
         remedy := format('run: ALTER SEQUENCE %s NO CYCLE', sequence);

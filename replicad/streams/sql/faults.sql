@@ -271,10 +271,12 @@ BEGIN
     WHERE needed IS NOT NULL AND NOT EXISTS (
         SELECT FROM pg_attribute a WHERE a.attrelid = s.relation AND a.attname = needed AND NOT a.attisdropped);
     IF FOUND THEN
-        RETURN format('table %s has no column %I any more; remove the stream and add it anew', s.relation, missing);
+        RETURN format('table %s has no column %I any more; rename it back, or run: replicad streams remove %s --yes, and add the '
+            'stream anew with its present column', s.relation, missing, stream_shell(s.name));
     END IF;
     IF s.positions IS NOT NULL AND NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = s.positions) THEN
-        RETURN 'its table of positions was dropped; remove the stream and add it anew';
+        RETURN format('its table of positions was dropped; run: replicad streams remove %s --yes, and add the stream anew',
+            stream_shell(s.name));
     END IF;
     SELECT * INTO fault FROM stream_sequence_fault(s.sequence, s.method);
     IF fault.problem IS NULL THEN

@@ -135,7 +135,7 @@ class Tubes:
 
     async def states(self) -> dict[str, str]:
         """`tube_states` of this database."""
-        return await tube_states(self.db, self.schema, self.stream_schema)
+        return await tube_states(self.db, self.schema, self.stream_schema, parked=True)
 
     async def value_with_progress(self, function: str, *args: object) -> Any:
         """As `value`; the progress that the function reports is printed on stderr."""
@@ -303,14 +303,16 @@ def with_island(found: Sequence[tuple[str | None, Sequence[Mapping[str, Any]]]])
 
 
 async def tube_states(
-    db: Database, tube_schema: str, stream_schema: str, *, without: Container[str] = ()
+    db: Database, tube_schema: str, stream_schema: str, *, without: Container[str] = (), parked: bool = False
 ) -> dict[str, str]:
     """The faults by tube: from the catalogs, the rights of this session, and the reports of running daemons.
 
-    Tubes that are ok are left out, and reports whose codes are in `without`.
+    Tubes that are ok are left out, and reports whose codes are in `without`. `parked`: parked ids count as a fault.
 
     If the reports of daemons cannot be read (no right, no such table), they are left out too.
     """
+    from replicad.postgres.statements import statement
+    from replicad.remedies import Remedy, word
     from replicad.streams.daemons import DaemonReports
     from replicad.tubes.pods import load_tubes
     from replicad.tubes.untouched import load_untouched
@@ -323,6 +325,12 @@ async def tube_states(
             reasons[tube.name].append(tube.fault)
     for name, reason in (await load_untouched(db, tube_schema)).items():
         reasons.setdefault(name, []).append(reason)
+    for row in await db.fetch(statement("tube_parked_counts", tube_schema)) if parked else ():
+        remedy = Remedy.make("list_parked", tube=word(row["tube"]))
+        number = row["parked"]
+        reasons.setdefault(row["tube"], []).append(
+            f"{number:,} pod{' is' if number == 1 else 's are'} parked, so these rows are not downstream: `{remedy}`"
+        )
     try:
         reported = await DaemonReports(db, stream_schema).troubles()
     except DatabaseUnavailable:

@@ -112,6 +112,8 @@ class TubeFigures:
             fault = self._served.fault(name)
             if fault is not None:
                 yield Obstacle(TUBE, name, f"tube {name} cannot be served: {fault}")
+            for reason in self._served.losses(name):
+                yield Obstacle(TUBE, name, f"tube {name} does not have all changes: {reason}")
 
     def details(self) -> Iterable[Detail]:
         """`Source.details`."""
@@ -299,6 +301,10 @@ class TubeService:
                 self._troubles.begin(TUBE, name, "triggers", found[name], code=DataLoss.code)
             else:
                 self._troubles.end(TUBE, name, "triggers")
+
+    def losses(self, tube: str) -> list[str]:
+        """Why changes of the tube's tables were not recorded, or are not."""
+        return [trouble.reason for trouble in self._troubles.of(TUBE, tube) if trouble.code == DataLoss.code]
 
     async def _look_at_history(self) -> None:
         await self._known.note_positions()

@@ -69,6 +69,7 @@ BEGIN
         PERFORM tube_member_detach(t.tube, member);
     END LOOP;
     PERFORM tube_triggers_note(t.tube, tbl);
+    PERFORM tube_triggers_check(t.tube, tbl);  -- they are on from now on, so a backfill that begins later brings in what was missed
     PERFORM tube_trigger_sweep(t.tube);
     PERFORM tube_table_touch_sweep();
     PERFORM tube_table_touch_ensure(tbl);

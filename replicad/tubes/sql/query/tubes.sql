@@ -34,6 +34,10 @@ LEFT JOIN pg_class AS c ON c.relname = r.tube AND c.relnamespace = n.oid
 LEFT JOIN pg_class AS s ON s.relname = 'tube_seq' AND s.relnamespace = n.oid AND s.relkind = 'S'
 ORDER BY r.tube
 
+-- name: tube_parked_counts
+-- The tubes with parked pods, and their numbers; 10,000 are counted of all tubes.
+SELECT p.tube, count(*)::integer AS parked FROM (SELECT x.tube FROM {schema}.tube_parked AS x LIMIT 10000) AS p GROUP BY p.tube
+
 -- name: tube_history
 -- The present generation, which begins here if history has forked; the number of the last note; and the last numbers of the
 -- sequences, to notice that the database was set back. $1 boolean: this is the first look of the daemon. missed: tubes may have missed changes.

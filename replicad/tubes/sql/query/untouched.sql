@@ -7,19 +7,21 @@
 --   subscription  an attached table is the target of a logical replication: Postgres fires no trigger of a statement for it
 --   setting       a user or database has session_replication_role = replica: triggers do not fire in such sessions
 WITH tables AS (
-    SELECT a.tube, a.shard, a.predicate, a.routing, a.key, a.root, i.inhrelid AS tbl, 'partition' AS kind, NULL::text AS who
+    SELECT a.tube, a.shard, a.predicate, a.routing, a.key, a.root, i.inhrelid AS tbl, 'partition' AS kind, NULL::text AS who,
+        NULL::text AS whose
     FROM {schema}.tube_attachment AS a
     JOIN pg_inherits AS i ON i.inhparent = a.tbl
     WHERE NOT EXISTS (SELECT FROM {schema}.tube_attachment AS x WHERE x.tube = a.tube AND x.tbl = i.inhrelid)
     UNION ALL
-    SELECT a.tube, a.shard, a.predicate, a.routing, a.key, a.root, a.tbl, 'subscription', string_agg(s.subname, ', ')
+    SELECT a.tube, a.shard, a.predicate, a.routing, a.key, a.root, a.tbl, 'subscription', string_agg(s.subname, ', '), NULL
     FROM {schema}.tube_attachment AS a
     JOIN pg_subscription_rel AS r ON r.srrelid = a.tbl
     JOIN pg_subscription AS s ON s.oid = r.srsubid
     GROUP BY 1, 2, 3, 4, 5, 6, 7
     UNION ALL
     SELECT DISTINCT a.tube, 0, NULL, NULL, NULL::name[], NULL::oid, d.setrole, 'setting', coalesce(
-            'user ' || pg_get_userbyid(nullif(d.setrole, 0)), 'database ' || b.datname)
+            'user ' || pg_get_userbyid(nullif(d.setrole, 0)), 'database ' || b.datname),
+        concat_ws(' IN ', 'ROLE ' || quote_ident(pg_get_userbyid(nullif(d.setrole, 0))), 'DATABASE ' || quote_ident(b.datname))
     FROM pg_db_role_setting AS d
     LEFT JOIN pg_database AS b ON b.oid = d.setdatabase
     CROSS JOIN {schema}.tube_attachment AS a
@@ -29,7 +31,7 @@ WITH tables AS (
         count(*) OVER (PARTITION BY t.tube, t.kind) AS tables
     FROM tables AS t
 )
-SELECT u.tube, u.kind, u.who, u.shard, u.predicate, u.routing, u.key, u.tables,
+SELECT u.tube, u.kind, u.who, u.whose, u.shard, u.predicate, u.routing, u.key, u.tables,
     (SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
         WHERE c.oid = u.tbl) AS name,
     (SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace

@@ -39,6 +39,14 @@ RULES: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "prometheus/replicad.rule
 ]
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze on this machine")
+def test_the_unit_is_exposed_less_than_3_by_the_rules_of_systemd() -> None:
+    unit = DEPLOY / "systemd/replicad.service"
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=29", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-300:]
+
+
 def selectors(expression: str) -> list[Any]:
     """The selectors of series in an expression of PromQL."""
     found: list[Any] = []

@@ -30,6 +30,7 @@ from replicad.fixed_settings import FIXED
 from replicad.postgres import failures
 from replicad.postgres.connection import COPY_CHUNK, Backend, Connection, Counters, Notices, Settings, Sink
 from replicad.postgres.literals import quote_ident, quote_literal
+from replicad.postgres.passfile import find_password
 from replicad.postgres.statements import load_sql
 
 __all__ = [
@@ -339,7 +340,8 @@ class Database:
         try:
             driver = await self._loop.run_aio_coroutine(
                 asyncpg.connect(
-                    settings.url,
+                    settings.url.replace(":///?", "://?", 1),  # the driver takes an empty path for a database's name
+                    password=find_password(settings.url),
                     loop=self._loop,
                     connection_class=_DRIVER,
                     timeout=settings.connect_timeout,

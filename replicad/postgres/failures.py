@@ -76,14 +76,15 @@ def parse_target(url: str) -> Target:
     credentials, _, location = parts.netloc.rpartition("@")
     user = unquote(credentials.partition(":")[0]) or query.get("user", "") or "(default)"
     database = unquote(parts.path.lstrip("/")) or query.get("dbname") or query.get("database") or user
-    host = unquote(location) or query.get("host", "") or "localhost"
+    service = f"service {query['service']}" if "service" in query else ""  # its host is in a file of libpq
+    host = unquote(location) or query.get("host", "") or service or "localhost"
     ports = [place.rpartition("]")[2].partition(":")[2] for place in unquote(location).split(",")]
     for port in [*ports, *query.get("port", "").split(",")]:
         if port and not (port.isascii() and port.isdecimal() and 1 <= int(port) <= _LAST_PORT):
             raise errors.UsageError(  # without the port: it may be half of a password
                 f"not a Postgres URL: the port is no number from 1 to {_LAST_PORT} ({_ESCAPES})"
             )
-    if not host.startswith("/") and ":" not in host.rpartition("]")[2]:
+    if not host.startswith(("/", "service ")) and ":" not in host.rpartition("]")[2]:
         host = f"{host}:{query.get('port', _DEFAULT_PORT)}"
     return Target(host=host, database=database, user=user)
 

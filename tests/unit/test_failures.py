@@ -40,6 +40,7 @@ def test_every_state_that_our_sql_raises_has_its_class_here() -> None:
         ("postgresql://m%40e:p%40ss@db/a%20b", Target("db:5432", "a b", "m@e")),
         ("postgresql://me:p@ss@db/app", Target("db:5432", "app", "me")),
         ("postgresql://", Target("localhost:5432", "(default)", "(default)")),
+        ("postgresql:///app?service=prod&user=me", Target("service prod", "app", "me")),
         ("postgresql://me@one:1,two:2/app", Target("one:1,two:2", "app", "me")),
     ],
 )

@@ -20,10 +20,11 @@ from anyio.abc import TaskGroup
 from replicad.client.async_link import AsyncLink, ReadyCalls, open_link
 from replicad.client.events import E, Reset, RowBatch
 from replicad.client.follow_loop import FollowerBase, FollowWishes, Tokens
-from replicad.client.link import DaemonTarget
+from replicad.client.link import DaemonTarget, find_daemons
 from replicad.client.refusals import keeps_in_step
 from replicad.client.requests import ClientRequests, Introduction, PodBatch, PodRequest, WholeRequest
 from replicad.client.steps import STEPS, Connect, Sleep
+from replicad.config.settings import Address
 from replicad.errors import ConnectionLost, EnvironmentRefused, ReplicadError, UsageError
 from replicad.loops import open_plain_tasks
 from replicad.protocol.command import Command
@@ -185,6 +186,10 @@ async def open_client(
 ) -> AsyncIterator[AsyncClient]:
     """A client of one daemon, for the length of the block; `BlockingClient` has the same arguments.
 
+    `host` may name several daemons of one database, `db1:9009,db2:9009` (`port` is that of names without one). Each new
+    connection begins with the first, and takes the next one if it does not answer within 0.8 s. Followers resume there
+    by their tokens.
+
     `host` may be a URL instead, without a port: `redis://[[user]:password@]host[:port][/database]`, or `rediss://` with
     TLS. Then `server_name` is needed. Streams are followed over Redis, with the same events and tokens; all requests,
     and rows that were missed, go by TCP (`tls`, `token`) to `daemon`: HOST:PORT, or several of them; the client takes
@@ -199,9 +204,12 @@ async def open_client(
     us = Introduction(name, server_name, token)
     timing = timing or Timing()
     is_url = "://" in host
-    if is_url != (port is None) or (daemon is not None and not is_url):
+    if (is_url and port is not None) or (daemon is not None and not is_url):
         raise UsageError("give a host and a port, or a URL, which may go with `daemon`")
-    target = DaemonTarget(host, port or 0, us, tls, connect_timeout, answer_timeout, keepalive, timing)
+    at = Address(host, 0) if is_url else find_daemons(host, port)
+    target = DaemonTarget(
+        at.host, at.port, us, tls, connect_timeout, answer_timeout, keepalive, timing, others=at.others
+    )
     async with open_plain_tasks() as tasks:
         if is_url:
             target = open_target(host, target, tasks, daemon)

@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import ByteStream, TaskGroup
 from anyio.streams.tls import TLSStream
 
-from replicad.client.link import READ_BYTES, DaemonTarget, Link, reason
+from replicad.client.link import READ_BYTES, DaemonTarget, FailedChoices, Link, reason
 from replicad.client.requests import greet
 from replicad.client.steps import Receive, Send, Steps
 from replicad.errors import ConnectionLost, ReplicadError
@@ -75,6 +75,19 @@ _BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.BusyResou
 
 
 async def open_link(target: DaemonTarget, tasks: TaskGroup, ready: ReadyCalls | None = None) -> AsyncLink:
+    """`open_one`, to the first daemon that answers. Raises the errors of `open_one`."""
+    if not target.others:
+        return await open_one(target, tasks, ready)
+    failed = FailedChoices()
+    for choice in target.choices():
+        try:
+            return await open_one(choice, tasks, ready)
+        except ReplicadError as error:
+            failed.add(error)
+    raise failed.error()
+
+
+async def open_one(target: DaemonTarget, tasks: TaskGroup, ready: ReadyCalls | None) -> AsyncLink:
     """Connect, make the TLS handshake, wait for SERVER and send our name, all within `connect_timeout`.
 
     The link's tasks live in `tasks` until it is closed. `ready`: the calls for READY lines.

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from replicad.client.events import E, Reset, RowBatch
 from replicad.client.follow_loop import FollowerBase, FollowWishes, Tokens
-from replicad.client.link import DaemonTarget, SocketLink, open_link
+from replicad.client.link import DaemonTarget, SocketLink, find_daemons, open_link
 from replicad.client.refusals import keeps_in_step
 from replicad.client.requests import ClientRequests, Introduction, PodAnswer, PodRequest, WholeRequest
 from replicad.client.steps import STEPS, Connect, Sleep
@@ -181,13 +181,17 @@ class BlockingClient(ClientRequests):
     `answer_timeout` for each piece of an answer, on top of the time that the request itself waits. `keepalive` starts a
     thread that sends PINGs and notices a silent peer between requests.
 
+    `host` may name several daemons of one database, `db1:9009,db2:9009` (`port` is that of names without one). Each new
+    connection begins with the first, and takes the next one if it does not answer within 0.8 s. Followers resume there
+    by their tokens.
+
     `requests.ClientRequests` has the requests and the errors that they raise.
     """
 
     def __init__(
         self,
         host: str,
-        port: int,
+        port: int | None = None,
         *,
         name: str,
         server_name: str | None = None,
@@ -199,7 +203,11 @@ class BlockingClient(ClientRequests):
         timing: Timing | None = None,
     ) -> None:
         us = Introduction(name, server_name, token)
-        self._target = DaemonTarget(host, port, us, tls, connect_timeout, answer_timeout, keepalive, timing or Timing())
+        at = find_daemons(host, port)
+        timing = timing or Timing()
+        self._target = DaemonTarget(
+            at.host, at.port, us, tls, connect_timeout, answer_timeout, keepalive, timing, others=at.others
+        )
         self._turn = threading.Lock()  # one request at a time; held until its answer is complete
         self._owner: int | None = None  # the thread whose request it is
         self._link: SocketLink | None = None

@@ -16,13 +16,14 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from replicad.client.refusals import again, is_notice, refusal
+from replicad.client.refusals import again, is_notice, may_pass, refusal
 from replicad.client.requests import VOCABULARY, Introduction, greet
 from replicad.client.steps import Receive, Send, Steps
-from replicad.errors import ConnectionLost, ReplicadError
+from replicad.config.settings import Address, parse_address
+from replicad.errors import ConnectionLost, ReplicadError, UsageError
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Error, Ping
 from replicad.protocol.connection import Due, ProtocolConnection, Timing
@@ -71,6 +72,7 @@ T = TypeVar("T")
 
 Dial = Callable[[], Awaitable[Any]]  # the connection, a ByteStream of anyio: executors of Spark have no anyio
 
+ONE_OF_SEVERAL = 0.8  # seconds for a daemon to answer where another could; with the first pause a second at most
 READ_BYTES = 1 << 18  # as much as a fast sender can send between two reads
 _SHORTEST_PAUSE = 0.05  # seconds, at least, between two calls of `tick` by the thread
 _PLAIN_WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
@@ -79,6 +81,9 @@ _PLAIN_WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 @dataclass(frozen=True, slots=True)
 class DaemonTarget:
     """The daemon's address, our name and token, and time-outs in seconds.
+
+    `others`: daemons of the same database, tried in their order where this one does not answer. Every new connection
+    begins with the first.
 
     `dial`, for the async client only: makes the connection in another way than by TCP to the address. `host` is then
     what messages call the daemon, and `tls` is not used. It raises ConnectionLost.
@@ -93,14 +98,68 @@ class DaemonTarget:
     keepalive: bool = True
     timing: Timing = field(default_factory=Timing)
     dial: Dial | None = None
+    others: tuple[Address, ...] = ()
+
+    def choices(self) -> list[DaemonTarget]:
+        """The targets to try, one after another; all but the last for a short time only."""
+        one = replace(self, others=())
+        all_of_them = [one, *(replace(one, host=other.host, port=other.port) for other in self.others)]
+        quick = min(self.connect_timeout, ONE_OF_SEVERAL)
+        return [*(replace(target, connect_timeout=quick) for target in all_of_them[:-1]), all_of_them[-1]]
 
     def __str__(self) -> str:
         if self.dial is not None:
             return self.host
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return str(Address(self.host, self.port, self.others))
+
+
+def find_daemons(host: str, port: int | None) -> Address:
+    """The address of the daemon that a program names; with the others, if `host` is `host1:9009,host2:9009`.
+
+    Raises:
+        UsageError: it is no address, or has no port.
+    """
+    if port is not None and "," not in host:
+        return Address(host, port)
+    texts = [text.strip() for text in host.split(",")]
+    try:
+        first, *others = (parse_address(text if port is None or ":" in text else f"{text}:{port}") for text in texts)
+    except ValueError as error:
+        raise UsageError(f"{host[:200]!r} names no daemons: {error}") from None
+    return replace(first, others=tuple(others))
 
 
 def open_link(target: DaemonTarget, clock: Callable[[], float] = time.monotonic) -> SocketLink:
+    """`open_one`, to the first daemon that answers. Raises the errors of `open_one`."""
+    if not target.others:
+        return open_one(target, clock)
+    failed = FailedChoices()
+    for choice in target.choices():
+        try:
+            return open_one(choice, clock)
+        except ReplicadError as error:
+            failed.add(error)
+    raise failed.error()
+
+
+class FailedChoices:
+    """Why several daemons could not be used."""
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+
+    def add(self, error: ReplicadError) -> None:
+        """Note why one of them could not be used. Raises the error where another daemon would not help."""
+        if not may_pass(error):
+            raise error
+        self._reasons.append(str(error))
+
+    def error(self) -> ConnectionLost:
+        """The error of all of them."""
+        return ConnectionLost("; ".join(self._reasons))
+
+
+def open_one(target: DaemonTarget, clock: Callable[[], float]) -> SocketLink:
     """Connect, make the TLS handshake, wait for SERVER and send our name, all within `connect_timeout`.
 
     Raises:

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -70,10 +70,14 @@ _SCHEMA = matching(
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address to listen on or to connect to. Port 0: a free one (for listening only)."""
+    """An address to listen on or to connect to. Port 0: a free one (for listening only).
+
+    `others`: addresses of other daemons of the same database, to connect to where this one does not answer.
+    """
 
     host: str
     port: int
+    others: tuple[Address, ...] = ()
 
     @property
     def is_loopback(self) -> bool:
@@ -84,7 +88,8 @@ class Address:
             return self.host == "localhost"
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        first = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return ",".join([first, *map(str, self.others)])
 
 
 def parse_address(text: str) -> Address:
@@ -117,6 +122,12 @@ def parse_server(text: str) -> Address:
     return parse_address(text)
 
 
+def parse_servers(text: str) -> Address:
+    """`parse_server` of one daemon, or of several with commas between: the first is preferred. Raises ValueError."""
+    first, *others = (parse_server(part.strip()) for part in text.split(","))
+    return replace(first, others=tuple(others))
+
+
 def _database(text: str) -> str:
     if not re.match(r"postgres(ql)?://", text):
         raise ValueError("give a URL such as postgresql://user@host:5432/name")
@@ -131,7 +142,7 @@ def _redis(text: str) -> str:
 
 DATABASE_URL = parsed("URL", "a URL such as postgresql://user@host:5432/name", _database, "URL")
 ADDRESS = parsed("address", "HOST:PORT such as 127.0.0.1:9009", parse_address, "HOST:PORT")
-_SERVER = parsed("address", "HOST:PORT such as db1:9009", parse_server, "HOST[:PORT]")
+_SERVER = parsed("address", "HOST:PORT such as db1:9009", parse_servers, "HOST[:PORT]")
 _ORIGINS = parsed("origins", "origins of pages, with commas between, or *", parse_origins, "ORIGINS")
 _REDIS_URL = parsed("URL", "a URL such as redis://host:6379/0", _redis, "URL")
 
@@ -405,7 +416,9 @@ class ClientSettings:
 
     GROUP: ClassVar = "Daemon"
 
-    server: Address = setting(Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to.", _SERVER)
+    server: Address = setting(
+        Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to; several with commas.", _SERVER
+    )
     token: str | None = setting(None, "Secret that the daemon asks for.", WORD, "TOKEN", secret=True)
     token_file: Path | None = setting(None, "File with the secret that the daemon asks for.", PATH)
     tls_ca: Path | None = setting(
@@ -417,7 +430,7 @@ class ClientSettings:
     tls_client_key: Path | None = setting(None, "Private key of --tls-client-cert, if it is in another file.", PATH)
 
     def __post_init__(self) -> None:
-        if self.server.port == 0:
+        if 0 in (self.server.port, *(other.port for other in self.server.others)):
             raise UsageError(f"--server {self.server}: port 0 is for listening only; give the daemon's port")
         if self.tls_client_key is not None and self.tls_client_cert is None:
             raise UsageError("--tls-client-key needs --tls-client-cert, the certificate of the key")

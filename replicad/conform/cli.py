@@ -168,6 +168,8 @@ def _check_server(
             raise UsageError("HOST:PORT and --server are both given; give one of them")
         options["server"] = address
     settings = read_settings(ClientSettings, options)
+    if settings.server.others:
+        raise UsageError(f"{settings.server} names several daemons; check one of them")
     server = ServerUnderTest(
         settings.server.host, settings.server.port, settings.ssl_context(), settings.token, **given
     )

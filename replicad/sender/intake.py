@@ -112,9 +112,12 @@ OpenUpstream = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Upstrea
 
 
 def client_upstream(
-    host: str, port: int, *, name: str, token: str | None = None, tls: ssl.SSLContext | None = None
+    host: str, port: int | None, *, name: str, token: str | None = None, tls: ssl.SSLContext | None = None
 ) -> OpenUpstream:
-    """How to open upstreams of the daemon at host:port. `name` is our name for the daemon, `token` its secret."""
+    """How to open upstreams of the daemon at host:port, or of several (see `open_client`).
+
+    `name` is our name for the daemon, `token` its secret.
+    """
 
     @asynccontextmanager
     async def open_upstream(tokens: Mapping[str, str]) -> AsyncIterator[Upstream]:

@@ -44,6 +44,8 @@ def command(address: str | None, timeout: float, **options: Any) -> None:
             raise UsageError("HOST:PORT and --server are both given; give one of them")
         options["server"] = address
     settings = read_settings(ClientSettings, options)
+    if settings.server.others:
+        raise UsageError(f"{settings.server} names several daemons; ping one of them")
     started = time.monotonic()
     name = greet(settings, timeout)
     echo(f"{name} at {settings.server} answered in {(time.monotonic() - started) * 1000:.1f} ms")

@@ -76,7 +76,7 @@ def command(
 
     again = options_again(click.get_current_context())
     with BlockingClient(
-        settings.server.host, settings.server.port, name="replicad tail", token=settings.token,
+        str(settings.server), name="replicad tail", token=settings.token,
         tls=settings.ssl_context(), keepalive=False,
     ) as client:  # fmt: skip
         _follow(client, streams, token, linear=linear, left=count, as_json=as_json, again=again)

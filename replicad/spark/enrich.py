@@ -37,14 +37,13 @@ PIECE = 64 << 20  # bytes of rows in one piece of changes, about: what a task ho
 NOTHING = "SELECT WHERE $1::{ids}[] IS NULL"  # for the proof alone, with the ids of a look-up
 _TRIED = 20  # tables that are tried to find out whether any can be read
 KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
-_THERE, _STANDBY, _HIDES, _SEEN = "_replicad_there", "_replicad_standby", "_replicad_hides", "_replicad_seen"
+_SEEN = "_replicad_seen"  # one number in each row: how many of the pods are seen, or one of the next two
+_STANDBY, _HIDES = -1, -2
 _PROOF = f"""
-SELECT pg_catalog.pg_is_in_recovery() AS {_STANDBY},
-  pg_catalog.current_setting('row_security') OPERATOR(pg_catalog.<>) 'off' AS {_HIDES},
-  (SELECT count(*) FROM {{pods}} p WHERE p.seq = ANY ({{seqs}})) AS {_SEEN}"""
-_WITH_PROOF = """
-SELECT proof.*, found.* FROM ({proof}) proof LEFT JOIN (SELECT true AS {there}, looked.* FROM ({query}) looked) found
-ON true"""
+SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN {_STANDBY}
+  WHEN pg_catalog.current_setting('row_security') OPERATOR(pg_catalog.<>) 'off' THEN {_HIDES}
+  ELSE (SELECT count(*) FROM {{pods}} p WHERE p.seq = ANY ({{seqs}})) END AS {_SEEN}"""
+_WITH_PROOF = "SELECT proof.*, found.* FROM ({proof}) proof LEFT JOIN ({query}) found ON true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ class Enricher:
         """
         before, _, after = query.rpartition("$1")
         proof = _PROOF.format(pods=self.pods, seqs=listed(seqs))
-        statement = _WITH_PROOF.format(proof=proof, there=_THERE, query=before + listed(ids) + after)
+        statement = _WITH_PROOF.format(proof=proof, query=before + listed(ids) + after)
 
         def work(driver: Any) -> pa.Table | None:
             held, size = [], 0
@@ -215,25 +214,28 @@ class Enricher:
             forget(url)  # the rest of the rows is still on its way
             return None
         self._check_proof(found, seqs)
-        return found.filter(pc.is_valid(found.column(_THERE)))
+        if self.layout.id not in found.column_names:
+            return found.slice(0, 0)
+        known = found.column(self.layout.id)  # a row has a key; without any row there is one line of NULL
+        return found if not known.null_count else found.filter(pc.is_valid(known))
 
     def _check_proof(self, found: pa.Table, seqs: pa.Array) -> None:
         """Raises RowsUnproven if the statement may not have seen every row as of the pods."""
-        proof = {name: found.column(name)[0].as_py() for name in (_STANDBY, _HIDES, _SEEN)}
+        seen = found.column(_SEEN)[0].as_py()
         unsure = "so a row that is not found may still be there; no row was deleted or written downstream"
-        if proof[_STANDBY]:
+        if seen == _STANDBY:
             raise RowsUnproven(
                 f"[enrich] database is a standby, which may lag behind the tube, {unsure}; give the URL of the primary"
             )
-        if proof[_HIDES]:
+        if seen == _HIDES:
             raise RowsUnproven(
                 f"row_security is not `off` in this session, {unsure}; does a pooler share connections between "
                 "transactions? Give the URL of Postgres itself"
             )
-        if proof[_SEEN] != len(seqs):
+        if seen != len(seqs):
             bounds = pc.min_max(seqs).as_py()
             raise RowsUnproven(
-                f"[enrich] database sees {proof[_SEEN]} of {len(seqs)} pods ({bounds['min']} to {bounds['max']}) in "
+                f"[enrich] database sees {seen} of {len(seqs)} pods ({bounds['min']} to {bounds['max']}) in "
                 f"{self.pods}, {unsure}; is it the database of the daemon's tube, and not a copy? Or has another query "
                 "acked the pods?"
             )

@@ -21,6 +21,7 @@ from replicad.spark.local.file import load_local
 from replicad.spark.local.tables import attach_new
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks import parquet
+from tests.commands import replicad_async
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon
 
@@ -245,3 +246,62 @@ async def test_a_child_without_its_parent_waits_and_comes_with_it(family: Shop) 
         await eventually(lambda: relatives(family.source) == relatives(family.target))
         assert psql(family.target, waiting) == ""
     assert psql(family.source, "SELECT count(*) FROM tube.tube_parked") == "0"
+
+
+async def test_init_writes_the_file_attaches_and_backfills(
+    database: Database, database_url: str, target_url: str, daemon: Daemon, tmp_path: Path
+) -> None:
+    psql(database_url, SHOP, "CREATE TABLE audit_log (at timestamptz)")
+    file, port = tmp_path / "shop.toml", str(daemon.addresses[0].port)
+    words = ["pipeline", "init", str(file), "--database", database_url, "--to", target_url, "--port", port]
+    refused = await replicad_async(*words)
+    assert refused.returncode != 0
+    assert "public.audit_log" in refused.stderr
+    assert not file.exists()
+    done = await replicad_async(*words, "--exclude", "public.audit_*", "--exclude", "public.replicad*")
+    assert done.returncode == 0, done.stderr
+    assert "3 tables are attached" in done.stdout
+    assert len(file.read_text().splitlines()) <= 25
+    shop = Shop(database_url, target_url, load_local(file))
+    async with running(shop.config):
+        await eventually(shop.is_equal)
+        psql(database_url, "CREATE TABLE later (id integer PRIMARY KEY); INSERT INTO later VALUES (7)")
+        await eventually(lambda: psql(target_url, "SELECT to_regclass('later')") != "")
+        await eventually(lambda: psql(target_url, "SELECT id FROM later") == "7")
+
+
+async def test_a_file_for_one_table_of_each_shard_works_with_this_engine_too(
+    database: Database, database_url: str, target_url: str, daemon: Daemon, tmp_path: Path
+) -> None:
+    psql(
+        database_url,
+        "SELECT tube.tube_ensure_exists('cities')",
+        "CREATE SCHEMA s_1; CREATE SCHEMA s_2; CREATE TABLE s_1.city (id integer PRIMARY KEY, name text)",
+        "CREATE TABLE s_2.city (id integer PRIMARY KEY, name text)",
+        "SELECT tube.tube_table_ensure_attached('cities', t) FROM unnest(ARRAY['s_1.city', 's_2.city']::regclass[]) t",
+        "INSERT INTO s_1.city SELECT n, 'a' FROM generate_series(1, 20) n; INSERT INTO s_2.city VALUES (1, 'b')",
+        "DELETE FROM s_1.city WHERE id > 10",
+    )
+    file = tmp_path / "cities.toml"
+    file.write_text(
+        f'''
+[source]
+tube = "cities"
+port = {daemon.addresses[0].port}
+[enrich]
+database = "{database_url}"
+table = "s_{{shard}}.city"
+[downstream]
+kind = "postgres"
+url = "{target_url}"
+table = "cities"
+[run]
+engine = "local"
+checkpoint = "checkpoint"
+'''
+    )
+    done = await replicad_async("pipeline", "run", str(file))
+    assert done.returncode == 0, done.stderr
+    found = psql(target_url, "SELECT _shard, count(*), max(name) FROM cities GROUP BY 1 ORDER BY 1")
+    assert found == "1|10|a\n2|1|b"
+    assert psql(database_url, "SELECT count(*) FROM tube.cities") == "0"

@@ -263,7 +263,7 @@ def test_a_task_that_is_paused_while_it_holds_locks_is_ended_by_postgres(
 def test_a_row_that_another_session_has_locked_is_waited_for_so_long_and_the_session_is_named(
     url: str, monkeypatch: pytest.MonkeyPatch, locked: str
 ) -> None:
-    monkeypatch.setattr("replicad.spark.sinks.postgres._LOCKED_WAIT", 1)
+    monkeypatch.setattr("replicad.spark.sinks.postgres.LOCKED_WAIT", 1)
     sink = PostgresSink(url, 'dw."Cit ies"')
     sink.prepare(SHAPE)
     sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "a"}))

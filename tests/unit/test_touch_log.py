@@ -1,0 +1,63 @@
+"""The log of touches that the downstreams of a local pipeline share: each has its own place."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pyarrow as pa
+
+from replicad.protocol.tokens import Cursor
+from replicad.spark.local.touchlog import BATCH_IDS, Chunk, TouchLog
+from replicad.tubes.columns import schema
+
+
+def chunk(number: int, ids: int = 2) -> Chunk:
+    row = {"seq": number, "op": "U", "shard": 1, "ids": list(range(ids)), "payload": None, "ts": datetime.now(UTC)}
+    return Chunk.of(number, [pa.RecordBatch.from_pylist([row], schema=schema(payload=True))], Cursor(number, 0))
+
+
+def log_of(*numbers: int, ids: int = 2) -> TouchLog:
+    made = TouchLog({"a": 1, "b": 1})
+    for number in numbers:
+        made.add(chunk(number, ids))
+    return made
+
+
+def numbers(chunks: list[Chunk]) -> list[int]:
+    return [one.number for one in chunks]
+
+
+def test_each_downstream_takes_all_that_it_does_not_have() -> None:
+    log = log_of(1, 2, 3)
+    assert numbers(log.take("a", 0)) == [1, 2, 3]
+    log.done("a", 2)
+    assert numbers(log.take("a", 0)) == [3]
+    assert numbers(log.take("b", 0)) == [1, 2, 3]
+
+
+def test_a_chunk_is_finished_when_every_downstream_has_it() -> None:
+    log = log_of(1, 2, 3)
+    log.done("a", 3)
+    assert log.take_finished() is None
+    log.done("b", 2)
+    finished = log.take_finished()
+    assert finished is not None
+    assert finished.end == Cursor(2, 0)
+    assert log.ids == 2
+    assert not log.is_empty
+    log.done("b", 3)
+    log.take_finished()
+    assert log.is_empty
+
+
+def test_a_downstream_never_goes_back() -> None:
+    log = log_of(1, 2, 3)
+    log.done("a", 3)  # the main thread has put all of it into the backlog
+    log.done("a", 1)  # and the thread ends the batch that it had in hand
+    assert log.take("a", 0) == []
+    assert log.behind("a") == 0
+
+
+def test_a_batch_is_bounded_and_has_one_chunk_at_least() -> None:
+    log = log_of(1, 2, ids=BATCH_IDS)
+    assert numbers(log.take("a", 0)) == [1]

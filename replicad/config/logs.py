@@ -43,8 +43,8 @@ class RecentEvents:
     can have.
     """
 
-    def __init__(self, kept: int = KEPT, now: Callable[[], float] = time.time) -> None:
-        self._events = Newest(kept, Recent)
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._events = Newest(KEPT, Recent)
         self._now = now
         self._numbers = count(1)
 

@@ -57,7 +57,6 @@ class PollerStatistics:
     failures: int
     outage_s: float
     silent_s: float
-    pause_s: float
 
 
 class Poller:
@@ -133,7 +132,7 @@ class Poller:
         now = trio.current_time()
         away = 0.0 if self._away_since is None else now - self._away_since
         silent = 0.0 if self._answered_at is None else now - self._answered_at
-        return PollerStatistics(self._polls, self._failures, away, silent, self._pause)
+        return PollerStatistics(self._polls, self._failures, away, silent)
 
     async def run(self) -> None:
         """Poll until cancelled."""

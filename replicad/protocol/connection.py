@@ -341,11 +341,6 @@ class ProtocolConnection:
         if self._line_began is not None:
             self._line_began = now
 
-    @property
-    def ping_at(self) -> float:
-        """When a PING is due."""
-        return self._last_sent + self._timing.ping_interval
-
     def next_deadline(self) -> float:
         """The latest time for the next call of `due`."""
         deadline = self._last_sent + self._timing.ping_interval

@@ -74,11 +74,6 @@ async def overview(db: Database, *, schema: str = SCHEMA) -> Overview:
     return await _look(db, list(streams.values()), schema)
 
 
-async def list_streams(db: Database, *, schema: str = SCHEMA) -> list[StreamPicture]:
-    """`overview` without the remarks."""
-    return list((await overview(db, schema=schema)).streams)
-
-
 async def show(db: Database, name: str, *, schema: str = SCHEMA) -> StreamPicture:
     """One stream. Raises UnknownStream besides what `overview` raises."""
     found = await _look(db, [await Registry(Impatient(db), schema).load_stream(name)], schema)

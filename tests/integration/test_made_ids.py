@@ -80,7 +80,7 @@ async def test_no_setval_is_printed_where_programs_make_the_ids(database: Databa
     await database.execute("CREATE TABLE t (id bigserial PRIMARY KEY, body text)")
     await Registry(database).add("t", "public.t", "id")
     await database.execute("INSERT INTO t VALUES (112233445566778899, 'a')")
-    [found] = await status.list_streams(database)
+    [found] = (await status.overview(database)).streams
     assert found.state == "ids_ahead"
     assert "Ids that programs make" in (found.problem or "")
     assert "setval" not in (found.problem or "")

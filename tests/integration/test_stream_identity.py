@@ -78,7 +78,7 @@ async def test_no_position_passes_an_id_that_may_be_a_row_of_another_table(order
             reading = (await horizon.poll())["orders"]
             assert reading.position == 20
             assert isinstance(reading.refused, StreamRefused), kind
-    [found] = await status.list_streams(orders)
+    [found] = (await status.overview(orders)).streams
     assert found.state != "ok"
     assert found.problem is not None
     assert str(reading.refused) == f'stream "orders" waits: {found.stream.fault}'
@@ -162,7 +162,7 @@ async def test_readers_get_all_rows_of_the_new_table_when_the_printed_remedy_was
             while len(rows) < 20 or (await Registry(orders).load_stream("orders")).noted != 20:
                 await trio.sleep(0.02)
             await run(orders, SWAPS[kind])
-            while (problem := (await status.list_streams(orders))[0].problem) is None:
+            while (problem := ((await status.overview(orders)).streams)[0].problem) is None:
                 await trio.sleep(0.02)
             assert [id for id, _ in rows] == list(range(1, 21))
             remedy = re.search(r"run: replicad (streams alter orders --table app\.orders)", problem)
@@ -205,7 +205,7 @@ async def test_a_live_stream_asks_what_a_change_did_to_its_ids_and_readers_go_on
                 await trio.sleep(0.02)
             await database.execute("ALTER TABLE events ALTER COLUMN id TYPE bigint")
             await database.execute("INSERT INTO events (body) VALUES ('while it waits')")
-            while (problem := (await status.list_streams(database))[0].problem) is None:
+            while (problem := ((await status.overview(database)).streams)[0].problem) is None:
                 await trio.sleep(0.02)
             remedy = re.search(rf"run: replicad (streams alter events --sequence-changed {says})", problem)
             assert remedy is not None, problem

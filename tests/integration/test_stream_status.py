@@ -48,7 +48,7 @@ async def test_ids_of_any_size_are_listed(db: Database, kind: str) -> None:
     await db.execute("INSERT INTO small SELECT FROM generate_series(1, 3)")
     assert (await status.show(db, "small")).lag_rows == 3
     await Registry(db).publish(stream, 2, {"master": 2})
-    [found] = await status.list_streams(db)
+    [found] = (await status.overview(db)).streams
     assert (found.position, found.lag_rows) == (2, 1)
     source = row_source(stream)
     assert await source.last_tokens(db, 0, (1 << 63) - 1) == {"master": 3}
@@ -94,7 +94,7 @@ async def test_locked_tables_make_no_list_hang_and_their_holder_is_named(
             for name in names[1:]:
                 await culprit.execute(f"LOCK TABLE {name}")
             with trio.fail_after(PATIENCE):
-                found = {one.stream.name: one for one in await status.list_streams(db)}
+                found = {one.stream.name: one for one in (await status.overview(db)).streams}
             assert found["t0"].state == "ok"
             for name in names[1:]:
                 assert (found[name].state, found[name].lag_rows) == ("locked", None)

@@ -542,7 +542,7 @@ async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Datab
     stream = (await Registry(db).add("events", "events", "id")).stream
     await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 5)")
     await Registry(db).publish(stream, 5, {"master": 5})
-    [calm] = await status.list_streams(db)
+    [calm] = (await status.overview(db)).streams
     assert (calm.position, calm.last_value, calm.lag_rows, calm.held_by) == (5, 5, 0, None)
     async with open_database(database_url, size=1, application_name="the culprit") as other:
         async with other.connection() as culprit, culprit.transaction():

@@ -133,7 +133,7 @@ class Lane:
         self._over = False
         self._left: dict[str, int] = {}  # writers that are no longer listed, and their positions that were sent last
         self._copied: Positions | None = None  # rows up to here were sent; the positions sent may be lower
-        self._notices: list[tuple[bytes, bool]] = []
+        self._notices: list[bytes] = []
         self._position_sent_at = float("-inf")
         self._held: RowUnreadable | None = None
         self._try_again_at = 0.0
@@ -180,9 +180,9 @@ class Lane:
             self._tell(1)
         return told
 
-    def send_line(self, line: bytes, *, extended: bool = False) -> None:
+    def send_line(self, line: bytes) -> None:
         """Send a line that is no row, between two copies."""
-        self._notices.append((line, extended))
+        self._notices.append(line)
         self._changed.set()
 
     def renew(self, rows: TableRows) -> None:
@@ -254,8 +254,7 @@ class Lane:
 
     async def _work(self) -> None:
         while self._notices:
-            line, extended = self._notices.pop(0)
-            await self.channel.append(line, extended=extended)
+            await self.channel.append(self._notices.pop(0))
             self.channel.seal(self.channel.boundary.positions)  # later subscribers do not get the line
         if self._forked is not None:
             self._release()

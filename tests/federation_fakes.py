@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import trio
 
 from replicad.sender.items import START, DestinationState, Edu, Order, OutstandingPage, Pdu, Transaction, WantedItems
-from replicad.sender.store import Entry, Recorded, Recording
+from replicad.sender.store import Entry, FactBatch, Recorded
 from replicad.sender.transport import SendResult
 
 
@@ -108,7 +108,7 @@ class MemoryStore:
             if mine(name):
                 yield name, self.shelves[name].standing(trio.current_time())
 
-    async def record(self, stream: str, upto: int, recording: Recording) -> int:
+    async def record(self, stream: str, upto: int, recording: FactBatch) -> int:
         await trio.lowlevel.checkpoint()
         for number, name in zip(recording.numbers, recording.names, strict=True):
             self.shelves[name].add_fact(recording.pdus[number - 1])

@@ -26,7 +26,7 @@ from typing import Any
 
 import trio
 
-from replicad.conform.checks import Check, CheckFailed, Result
+from replicad.conform.checks import CheckFailed, ConformanceCheck, Result
 from replicad.conform.transcript import ANY, ScriptError, Step, as_bytes, fill, match
 from replicad.conform.wire import ConnectionClosed, Lines, Wire
 
@@ -64,7 +64,7 @@ class ClientUnderTest:
     worker: str | None = None
     patience: float = PATIENCE
 
-    def command(self, check: Check, port: int) -> list[str]:
+    def command(self, check: ConformanceCheck, port: int) -> list[str]:
         """The words of the command for one check."""
         chosen = self.worker if "worker" in check.needs else self.follower
         assert chosen is not None  # the caller has left out the checks of the other kind
@@ -86,7 +86,7 @@ class _Play:
 
     def __init__(
         self,
-        check: Check,
+        check: ConformanceCheck,
         patience: float,
         accepted: trio.MemoryReceiveChannel[trio.SocketStream],
         printed: Lines,
@@ -264,7 +264,7 @@ def _canonical(line: str) -> str:
         raise CheckFailed(f"the client printed {line[:200]!r}, which is no object of a row, a reset or ids") from None
 
 
-async def run_check(client: ClientUnderTest, check: Check) -> Result:
+async def run_check(client: ClientUnderTest, check: ConformanceCheck) -> Result:
     """Play one check."""
     problem: str | None = None
     said = bytearray()
@@ -317,11 +317,13 @@ async def _end(process: trio.Process) -> None:
         await process.wait()
 
 
-async def run_checks(client: ClientUnderTest, checks: Sequence[Check], report: Callable[[Result], None]) -> None:
+async def run_checks(
+    client: ClientUnderTest, checks: Sequence[ConformanceCheck], report: Callable[[Result], None]
+) -> None:
     """Play the checks, those that take longest first; `report` gets each result as it comes."""
     free = trio.CapacityLimiter(AT_ONCE)
 
-    async def play(check: Check) -> None:
+    async def play(check: ConformanceCheck) -> None:
         async with free:
             report(await run_check(client, check))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from replicad.conform.checks import Check, CheckFailed, Result
+from replicad.conform.checks import CheckFailed, ConformanceCheck, Result
 from replicad.conform.transcript import ScriptError, Step, as_bytes, fill, match
 from replicad.conform.wire import ConnectionClosed, Wire
 
@@ -44,7 +44,7 @@ class ServerUnderTest:
     write_pod: str | None = None
     shared: bool = False
 
-    def lacks(self, check: Check) -> list[str]:
+    def lacks(self, check: ConformanceCheck) -> list[str]:
         """What the check needs and is not there."""
         there = {
             "stream": self.stream is not None,
@@ -64,7 +64,7 @@ class ServerUnderTest:
 class _Conversation:
     """One check while it is played."""
 
-    def __init__(self, server: ServerUnderTest, check: Check, stack: AsyncExitStack) -> None:
+    def __init__(self, server: ServerUnderTest, check: ConformanceCheck, stack: AsyncExitStack) -> None:
         self._server = server
         self._check = check
         self._stack = stack
@@ -201,12 +201,12 @@ def _wants_greeting(step: Step) -> bool:
     return step.side == "S" and step.text.startswith("SERVER")
 
 
-def relays(check: Check) -> bool:
+def relays(check: ConformanceCheck) -> bool:
     """Whether the check sends something to all connections."""
     return any(step.side == "C" and step.text.split(" ")[0] in RELAYS for step in check.steps)
 
 
-async def run_check(server: ServerUnderTest, check: Check) -> Result:
+async def run_check(server: ServerUnderTest, check: ConformanceCheck) -> Result:
     """Play one check."""
     lacks = server.lacks(check)
     if lacks:
@@ -225,11 +225,13 @@ async def run_check(server: ServerUnderTest, check: Check) -> Result:
     return Result(check)
 
 
-async def run_checks(server: ServerUnderTest, checks: Sequence[Check], report: Callable[[Result], None]) -> None:
+async def run_checks(
+    server: ServerUnderTest, checks: Sequence[ConformanceCheck], report: Callable[[Result], None]
+) -> None:
     """Play the checks, those that take longest first; `report` gets each result as it comes."""
     free = trio.CapacityLimiter(AT_ONCE)
 
-    async def play(check: Check) -> None:
+    async def play(check: ConformanceCheck) -> None:
         async with free:
             report(await run_check(server, check))
 
@@ -238,7 +240,7 @@ async def run_checks(server: ServerUnderTest, checks: Sequence[Check], report: C
     last = [check for check in checks if check.last]
     beside = sorted((check for check in checks if check not in [*alone, *last]), key=lambda check: -check.seconds)
 
-    async def play_in_turn(chosen: Sequence[Check]) -> None:
+    async def play_in_turn(chosen: Sequence[ConformanceCheck]) -> None:
         for check in chosen:
             report(await run_check(server, check))
 

@@ -15,7 +15,7 @@ NEEDS = frozenset({"stream", "tube", "write_row", "write_pod", "token", "no_toke
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ConformanceCheck:
     """One check: the sentence of protocol.md that it checks, and the conversation that shows it.
 
     `needs`: names of what the caller must give for it. `shared`: also a server of Synapse's protocol without our
@@ -37,7 +37,7 @@ class Check:
 class Result:
     """How a check ended. `problem` None: it passed. `lacks`: it did not run, because these were not given."""
 
-    check: Check
+    check: ConformanceCheck
     problem: str | None = None
     lacks: Sequence[str] = ()
 
@@ -52,20 +52,20 @@ class CheckFailed(Exception):
 
 
 @cache
-def server_checks() -> tuple[Check, ...]:
+def server_checks() -> tuple[ConformanceCheck, ...]:
     """The checks of servers, in the order of protocol.md."""
     return _read("server_checks.toml")
 
 
 @cache
-def client_checks() -> tuple[Check, ...]:
+def client_checks() -> tuple[ConformanceCheck, ...]:
     """The checks of clients."""
     return _read("client_checks.toml")
 
 
-def _read(file: str) -> tuple[Check, ...]:
+def _read(file: str) -> tuple[ConformanceCheck, ...]:
     content = tomllib.loads((resources.files(__package__) / file).read_text(encoding="utf-8"))
-    found: dict[str, Check] = {}
+    found: dict[str, ConformanceCheck] = {}
     for entry in content["check"]:
         unknown = entry.keys() - KEYS
         if unknown:
@@ -77,7 +77,7 @@ def _read(file: str) -> tuple[Check, ...]:
             script = entry["script"] if case is None else entry["script"].replace("{each}", case)
             if name in found:
                 raise ScriptError(f"{file}: there are two checks {name!r}")
-            found[name] = Check(
+            found[name] = ConformanceCheck(
                 name,
                 " ".join(entry["sentence"].split()),
                 read_script(script),

@@ -17,7 +17,7 @@ from replicad.terminal.output import echo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from replicad.conform.checks import Check, Result
+    from replicad.conform.checks import ConformanceCheck, Result
 
 
 NEEDED = {
@@ -142,7 +142,7 @@ def _check_client(
     client: str | None,
     worker: str | None,
     patience: float,
-    checks: Sequence[Check],
+    checks: Sequence[ConformanceCheck],
     report: Callable[[Result], None],
 ) -> None:
     import trio
@@ -156,7 +156,7 @@ def _check_server(
     address: str | None,
     options: dict[str, Any],
     given: dict[str, Any],
-    checks: Sequence[Check],
+    checks: Sequence[ConformanceCheck],
     report: Callable[[Result], None],
 ) -> None:
     import trio

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
-class _Batch(Generic[T]):
+class _Callers(Generic[T]):
     """Callers whom one run serves: all callers since the begin of the previous run. `served`: its result, or none
     yet.
     """
@@ -30,8 +30,8 @@ class Joined(Generic[T]):
 
     def __init__(self, job: Callable[..., Awaitable[T]]) -> None:
         self._job = job
-        self._waiting: list[_Batch[T]] = []  # whose run was cancelled
-        self._gathering: _Batch[T] = _Batch([])
+        self._waiting: list[_Callers[T]] = []  # whose run was cancelled
+        self._gathering: _Callers[T] = _Callers([])
         self._running: trio.Event | None = None  # set when the present run ends
 
     async def __call__(self, *args: Any) -> T:
@@ -48,7 +48,7 @@ class Joined(Generic[T]):
     async def _run(self, *args: Any) -> T:
         """Run the job for all callers of now. If it is cancelled, another caller runs it."""
         batches = [*self._waiting, self._gathering]
-        self._waiting, self._gathering = [], _Batch([])
+        self._waiting, self._gathering = [], _Callers([])
         running = self._running = trio.Event()
         try:
             found = await self._job(*args)

@@ -157,19 +157,15 @@ class RowPage:
     named: bool
 
 
-class Pages(Protocol):
-    """Reads streams page by page."""
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Streams page by page. `page` has no rows if there are none after the token yet. It raises StreamError: the stream
+    is unknown, refused, stops before an unreadable row, or the token is not valid; and DatabaseError: Postgres cannot
+    answer. `has_changes`: whether the rows of this stream are changes of a table.
+    """
 
-    async def page(self, wanted: PageRequest) -> RowPage:
-        """A page. It has no rows if there are none after the token yet.
-
-        Raises:
-            StreamError: the stream is unknown, refused, stops before an unreadable row, or the token is not valid.
-            DatabaseError: Postgres cannot answer.
-        """
-
-    def has_changes(self, name: str) -> bool:
-        """Whether the rows of this stream are changes of a table."""
+    page: Callable[[PageRequest], Awaitable[RowPage]]
+    has_changes: Callable[[str], bool]
 
 
 class Inside:

@@ -23,7 +23,7 @@ from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import call_row, call_value
 from replicad.presence.commands import UserIp
-from replicad.presence.roster import MAX_NAME, Change
+from replicad.presence.roster import MAX_NAME, OnlineChange
 from replicad.terminal.desired import Section, SectionKey, TargetDatabase, Values, as_it_stands
 
 # Addresses from USER_IP: checked, and gathered until they are written. No I/O. Access tokens are hashed at once.
@@ -215,7 +215,7 @@ class PresenceRepository:
 
     # --- users ---
 
-    async def apply(self, daemon: UUID, changes: Sequence[Change]) -> bool:
+    async def apply(self, daemon: UUID, changes: Sequence[OnlineChange]) -> bool:
         """Write the state of some users at this daemon. False (nothing is written): it must enlist again."""
         ordered = sorted(changes, key=lambda change: change.user)
         return bool(

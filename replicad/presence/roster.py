@@ -30,7 +30,7 @@ class Leaving(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class OnlineChange:
     """A user to be written: whether any of its devices syncs here. `last_sync` is in ms since 1970."""
 
     user: str
@@ -164,16 +164,16 @@ class Roster:
         """Whether `take` would return anything."""
         return bool(self._changed)
 
-    def take(self, limit: int) -> list[Change]:
+    def take(self, limit: int) -> list[OnlineChange]:
         """Up to `limit` changes, the oldest first. They are returned again until `confirm` is called with them."""
         taken = []
         for name in itertools.islice(self._changed, limit):
             user = self._users[name]
             user.written = None
-            taken.append(Change(name, user.stays > 0, user.last_sync))
+            taken.append(OnlineChange(name, user.stays > 0, user.last_sync))
         return taken
 
-    def confirm(self, changes: Iterable[Change]) -> None:
+    def confirm(self, changes: Iterable[OnlineChange]) -> None:
         """These changes, which `take` returned, are written."""
         for change in changes:
             self._users[change.user].written = change.online

@@ -44,7 +44,7 @@ from replicad.retry import Backoff
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu
 from replicad.sender.routing import Router, SourceRow, Update, body_text
-from replicad.sender.store import Recorded, Recording, Restart, SenderStore
+from replicad.sender.store import FactBatch, Recorded, Restart, SenderStore
 from replicad.sender.transport import OWN
 from replicad.streams.commands import FederationAck
 
@@ -298,7 +298,7 @@ class SenderIntake:
             await self._store.begin(event.stream, event.token)
             self._everywhere[event.stream] = (await self._store.recorded())[event.stream].everywhere
         elif event.token >= known:
-            self._everywhere[event.stream] = await self._store.record(event.stream, event.token, Recording())
+            self._everywhere[event.stream] = await self._store.record(event.stream, event.token, FactBatch())
         else:
             names = list(self._engine) if event.stream == self._facts else []
             self._note_rewound(event, await self._store.rewind(event.stream, event.token, names))
@@ -352,7 +352,7 @@ class SenderIntake:
     async def _write_positions(self, upstream: Upstream, *, look: bool) -> None:
         for stream, token in self._told.items():
             if token > (self._recorded.get(stream) or 0):
-                self._everywhere[stream] = await self._store.record(stream, token, Recording())
+                self._everywhere[stream] = await self._store.record(stream, token, FactBatch())
                 self._recorded[stream] = token
         self._told.clear()
         if look:
@@ -419,12 +419,12 @@ class SenderIntake:
 
     async def _record_facts(self, upto: int, routed: Sequence[tuple[Pdu, Sequence[str]]]) -> None:
         taken: list[tuple[Pdu, list[str]]] = []
-        recording = Recording()
+        recording = FactBatch()
         for pdu, destinations in routed:
             full = len(recording.names) + len(destinations) > PAIRS and recording.names
             if full and pdu.order.token > recording.pdus[-1].order.token:  # rows that share a token stay together
                 await self._flush(pdu.order.token - 1, recording, taken)
-                taken, recording = [], Recording()
+                taken, recording = [], FactBatch()
             wanted = await self._wanted(destinations, pdu)
             names = [name for name in wanted if not self._engine.has_had(name, pdu)]
             if names:
@@ -433,7 +433,7 @@ class SenderIntake:
                 taken.append((pdu, names))
         await self._flush(upto, recording, taken)
 
-    async def _flush(self, upto: int, recording: Recording, taken: Sequence[tuple[Pdu, list[str]]]) -> None:
+    async def _flush(self, upto: int, recording: FactBatch, taken: Sequence[tuple[Pdu, list[str]]]) -> None:
         self._everywhere[self._facts] = await self._store.record(self._facts, upto, recording)
         self._engine.accept(taken)
 

@@ -94,7 +94,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Recording:
+class FactBatch:
     """Facts with their destinations, to be recorded together. `newcomers`: destinations that may have no row yet."""
 
     pdus: list[Pdu] = field(default_factory=list)
@@ -184,7 +184,7 @@ class SenderStore:
             self._rewound = True
             raise Restart
 
-    async def record(self, stream: str, upto: int, recording: Recording) -> int:
+    async def record(self, stream: str, upto: int, recording: FactBatch) -> int:
         """Record facts for their destinations, and the stream's token, in one transaction.
 
         Returns up to where all senders of this name, whatever their source, have recorded the stream.

@@ -19,10 +19,10 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.presence.repository import PresenceRepository
-from replicad.presence.roster import Change
+from replicad.presence.roster import OnlineChange
 from replicad.redis.work import PublisherBook
 from replicad.sender.items import START, Order, Pdu
-from replicad.sender.store import Entry, Recording, SenderStore, open_store
+from replicad.sender.store import Entry, FactBatch, SenderStore, open_store
 from replicad.streams.registry import ReaderAck, Registry, Stream
 from replicad.tubes.commands import Part
 from replicad.tubes.leases import LeaseBook, LeaseHolder
@@ -129,7 +129,7 @@ def pods(at: Everything) -> PodBook:
 
 
 async def record_facts(at: Everything) -> None:
-    recording = Recording()
+    recording = FactBatch()
     recording.add(Pdu(Order(1, 0), None, "{}"), ["example.com"])
     recording.newcomers.append("example.com")
     await at.store.record("events", 1, recording)
@@ -141,7 +141,7 @@ async def note_transaction(at: Everything) -> None:
 
 async def change_presence(at: Everything) -> None:
     book = PresenceRepository(at.db, "replicad")
-    assert await book.apply(await book.enlist("d1"), [Change("@a", True, 0)])
+    assert await book.apply(await book.enlist("d1"), [OnlineChange("@a", True, 0)])
 
 
 async def publish_to_redis(at: Everything) -> None:

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from replicad.conform.against_server import Result, ServerUnderTest, run_checks
-from replicad.conform.checks import Check, server_checks
+from replicad.conform.checks import ConformanceCheck, server_checks
 from replicad.postgres.bridge import Database
 from replicad.postgres.programs import find_programs
 from tests.conftest import PATIENCE
@@ -21,7 +21,7 @@ from tests.daemons import Daemon
 TOKEN = "a-secret-of-the-test"
 
 
-def chosen(only: str) -> list[Check]:
+def chosen(only: str) -> list[ConformanceCheck]:
     """The quick checks with that text in their names: of several cases of one script the first two."""
     seen: Counter[str] = Counter()
     kept = []
@@ -33,7 +33,7 @@ def chosen(only: str) -> list[Check]:
     return kept
 
 
-async def results_of(server: ServerUnderTest, checks: Sequence[Check]) -> dict[str, Result]:
+async def results_of(server: ServerUnderTest, checks: Sequence[ConformanceCheck]) -> dict[str, Result]:
     results: list[Result] = []
     with trio.fail_after(3 * PATIENCE):
         await run_checks(server, checks, results.append)

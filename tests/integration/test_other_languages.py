@@ -18,7 +18,7 @@ import pytest
 import trio
 
 from replicad.conform.against_client import ClientUnderTest, run_checks
-from replicad.conform.checks import Check, Result, client_checks
+from replicad.conform.checks import ConformanceCheck, Result, client_checks
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
@@ -85,7 +85,7 @@ def test_the_types_of_the_client_in_node_are_right() -> None:
     assert done.returncode == 0, done.stdout
 
 
-async def problems_of(client: ClientUnderTest, checks: Sequence[Check]) -> dict[str, str]:
+async def problems_of(client: ClientUnderTest, checks: Sequence[ConformanceCheck]) -> dict[str, str]:
     results: list[Result] = []
     with trio.fail_after(3 * PATIENCE):
         await run_checks(client, checks, results.append)
@@ -97,7 +97,7 @@ def under_test(program: str) -> ClientUnderTest:
     return ClientUnderTest(f"{program} follow {{server}} {{stream}} {{token}}", f"{program} work {{server}} {{tube}}")
 
 
-def found_most() -> list[Check]:
+def found_most() -> list[ConformanceCheck]:
     chosen = [check for check in client_checks() if check.name in MOST]
     assert len(chosen) == len(MOST)
     return chosen

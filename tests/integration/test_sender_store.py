@@ -25,7 +25,7 @@ from replicad.sender.items import (
     WantedItems,
     make_transaction,
 )
-from replicad.sender.store import Entry, Recorded, Recording, Restart, SenderStore, open_store
+from replicad.sender.store import Entry, FactBatch, Recorded, Restart, SenderStore, open_store
 from replicad.streams.registry import Registry
 
 from ..federation_fakes import MemoryStore
@@ -58,7 +58,7 @@ def fact(token: int, part: int = 0, room: str | None = None, body: str | None = 
 
 
 async def record(store: AnyStore, upto: int, *facts: tuple[Pdu, Sequence[str]]) -> None:
-    recording = Recording()
+    recording = FactBatch()
     for pdu, names in facts:
         recording.add(pdu, names)
         recording.newcomers.extend(names)
@@ -564,13 +564,13 @@ async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest_in_
         async with open_store(database, SCHEMA, name, ["a", "b"], ["facts"]) as store:
             assert (await store.recorded())["facts"] in (Recorded(None), Recorded(10, second.epoch))
             await store.begin("facts", 10)
-            await store.record("facts", token, Recording())
+            await store.record("facts", token, FactBatch())
             await store.follow("facts", epoch)
     async with open_store(database, SCHEMA, "c", ["c", "a"], ["facts"]) as store:
         assert (await store.recorded())["facts"] == Recorded(50, first.epoch)
         async with open_store(database, SCHEMA, "a", ["a", "c"], ["facts"]) as other:
             assert (await other.recorded())["facts"] == Recorded(50, first.epoch)
-            await other.record("facts", 80, Recording())
+            await other.record("facts", 80, FactBatch())
     async with open_store(database, SCHEMA, "a", ["a", "c"], ["facts", "more"]) as store:
         assert await store.recorded() == {"facts": Recorded(80, first.epoch), "more": Recorded(None)}
 

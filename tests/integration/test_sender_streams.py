@@ -6,7 +6,7 @@ import pytest
 
 from replicad.postgres.bridge import Database
 from replicad.sender.items import START, Edu, Order, Pdu, make_transaction
-from replicad.sender.store import Entry, Recording, SenderStore, open_store
+from replicad.sender.store import Entry, FactBatch, SenderStore, open_store
 from replicad.streams.registry import Registry
 from tests.daemons import Daemon
 
@@ -136,7 +136,7 @@ async def test_two_streams_in_one_store_touch_nothing_of_each_other(database: Da
     ):
         for store, stream, body in ((one, "facts", "1"), (other, "more", "2")):
             await store.begin(stream, 0)
-            recording = Recording(newcomers=["a"])
+            recording = FactBatch(newcomers=["a"])
             recording.add(fact_of(5, body), ["a"])
             await store.record(stream, 5, recording)
         await other.begin("typing", 0)

@@ -12,7 +12,7 @@ import trio
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.presence.repository import Beat, PresenceRepository
-from replicad.presence.roster import Change
+from replicad.presence.roster import OnlineChange
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ async def rows(db: Database) -> list[tuple[str, str]]:
     return [(row["user_id"], row["state"]) for row in found]
 
 
-def change(user: str, online: bool, sync: int = 0) -> Change:
-    return Change(user, online, sync)
+def change(user: str, online: bool, sync: int = 0) -> OnlineChange:
+    return OnlineChange(user, online, sync)
 
 
 async def test_daemons_that_write_at_the_same_time_tell_every_transition_once_and_none_that_is_none(

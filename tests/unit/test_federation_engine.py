@@ -16,7 +16,7 @@ from replicad.retry import Backoff
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu, Transaction
 from replicad.sender.settings import GIVEN_UP, Terms
-from replicad.sender.store import Recording
+from replicad.sender.store import FactBatch
 from replicad.sender.transport import SendResult
 
 from ..federation_fakes import Answer, MemoryStore, ScriptedTransport
@@ -67,7 +67,7 @@ class World:
         """A fact for destinations, recorded and accepted; returns its body."""
         self.token += 1
         pdu = Pdu(Order(self.token, 0), room, f'"f{self.token}"')
-        recording = Recording()
+        recording = FactBatch()
         recording.add(pdu, names)
         await self.store.record("facts", self.token, recording)
         self.engine.accept([(pdu, names)])

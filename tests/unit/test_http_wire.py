@@ -13,7 +13,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from replicad.operations.http import wire
-from replicad.operations.http.wire import Answer, Ended, Head, Refused, Wire, look_at_head, origin_form, split_target
+from replicad.operations.http.wire import (
+    Answer,
+    Ended,
+    Head,
+    HttpWire,
+    Refused,
+    look_at_head,
+    origin_form,
+    split_target,
+)
 from tests.lengths import examples
 
 HOST = b"host: localhost\r\n"
@@ -67,9 +76,9 @@ SEEN = Head("GET", "/a?b=c", {"host": "localhost"})
 
 
 @contextmanager
-def connected() -> Iterator[tuple[Wire, trio.testing.MemorySendStream, trio.testing.MemoryReceiveStream]]:
+def connected() -> Iterator[tuple[HttpWire, trio.testing.MemorySendStream, trio.testing.MemoryReceiveStream]]:
     ours, theirs = trio.testing.memory_stream_pair()
-    yield Wire(ours, nullcontext), theirs.send_stream, theirs.receive_stream
+    yield HttpWire(ours, nullcontext), theirs.send_stream, theirs.receive_stream
 
 
 async def read(data: bytes) -> Head | None:
@@ -245,7 +254,7 @@ class Scripted(trio.abc.Stream):
 
 async def test_a_connection_leaves_no_cycles_of_references() -> None:
     async def ask(data: bytes) -> None:
-        line = Wire(Scripted(data), nullcontext)
+        line = HttpWire(Scripted(data), nullcontext)
         with suppress(Ended):
             try:
                 while await line.next_head() is not None:

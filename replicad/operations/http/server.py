@@ -323,7 +323,7 @@ class HttpServer:
         await trio.aclose_forcefully(stream)
 
     async def _serve_requests(self, guest: Guest, stream: trio.abc.Stream) -> None:
-        line = wire.Wire(stream, guest.waiting)
+        line = wire.HttpWire(stream, guest.waiting)
         began = trio.current_time()
         try:
             for number in range(1, REQUESTS + 1):

@@ -201,7 +201,7 @@ class Head:
     headers: dict[str, str]
 
 
-class Wire:
+class HttpWire:
     """One connection. `waits` is entered while the peer has to do something."""
 
     def __init__(self, stream: trio.abc.Stream, waits: Callable[[], AbstractContextManager[None]]) -> None:

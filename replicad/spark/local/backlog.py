@@ -21,7 +21,7 @@ from replicad.spark.database import literal, patiently, quote
 from replicad.spark.enrich import listed
 from replicad.spark.holding import WHOLE, TubeHold
 from replicad.spark.local.config import LocalConfig
-from replicad.spark.local.touchlog import Chunk
+from replicad.spark.local.touchlog import TouchChunk
 from replicad.spark.options import SourceOptions, endpoint_of, parse_options
 from replicad.spark.parking import RefusedIds
 
@@ -78,7 +78,7 @@ class Backlog:
         self._full = full
         return not full
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: TouchChunk) -> None:
         """Put the ids and the control pods of a chunk into it."""
         with self._lock:
             if not self._used:
@@ -98,7 +98,7 @@ class Backlog:
             self._run(statements)
             self._ids += chunk.touches.num_rows
 
-    def next_chunk(self) -> Chunk | None:
+    def next_chunk(self) -> TouchChunk | None:
         """The next touches; None if it is empty: then nothing is put aside for this downstream any more."""
         hold = self._held()
         while True:
@@ -114,7 +114,7 @@ class Backlog:
                     return None
             threading.Event().wait(0.05)  # the position of the tube is behind its last pod
 
-    def _read(self, term: int) -> Chunk | None:
+    def _read(self, term: int) -> TouchChunk | None:
         options = self._options()
         with endpoint_of(options).connect(f"{self._config.name}/backlog"[:255]) as client:
             chunks = client.pod_chunks(self.tube, WHOLE, term, self._cursor, limit=READ_PODS, ids=READ_IDS, wait=0.2)
@@ -123,9 +123,9 @@ class Backlog:
         if chunks.end.cursor == self._cursor:
             return None
         self._number -= 1  # never the number of a chunk of the log
-        return Chunk.of(self._number, batches, chunks.end.cursor)
+        return TouchChunk.of(self._number, batches, chunks.end.cursor)
 
-    def ack(self, chunk: Chunk) -> None:
+    def ack(self, chunk: TouchChunk) -> None:
         """The downstream has a chunk."""
         self._held().ack(WHOLE, self._cursor, chunk.end)
         self._cursor = chunk.end

@@ -33,7 +33,7 @@ from replicad.spark.arrow import PodReader, block_batch
 from replicad.spark.holding import WHOLE, TubeHold
 from replicad.spark.local.config import LocalConfig
 from replicad.spark.local.tables import attach_new
-from replicad.spark.local.touchlog import MOST_IDS, Chunk, TouchLog
+from replicad.spark.local.touchlog import MOST_IDS, TouchChunk, TouchLog
 from replicad.spark.local.writing import DownstreamThread, Shared
 from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.pipeline_config import AVAILABLE_NOW
@@ -59,7 +59,7 @@ class PodStream:
         self._number = 0
         self.cursor: Cursor = START
 
-    def read(self, term: int, *, backfill: bool, wait: float) -> Chunk | None:
+    def read(self, term: int, *, backfill: bool, wait: float) -> TouchChunk | None:
         """The next pods; None if there are none after `wait` seconds."""
         options, tube = self._options, self._options.tube
         assert tube is not None
@@ -82,13 +82,13 @@ class PodStream:
         batches = list(PodReader(tube, WHOLE, True, options.keys).batches(chunks))
         return self._chunk(batches, chunks.end)
 
-    def _chunk(self, batches: list, end) -> Chunk | None:  # type: ignore[no-untyped-def, type-arg]
+    def _chunk(self, batches: list, end) -> TouchChunk | None:  # type: ignore[no-untyped-def, type-arg]
         assert end is not None
         if end.cursor == self.cursor:
             return None
         self.cursor = end.cursor
         self._number += 1
-        return Chunk.of(self._number, batches, end.cursor)
+        return TouchChunk.of(self._number, batches, end.cursor)
 
     def close(self) -> None:
         """Close the connection, also during a request of another thread."""

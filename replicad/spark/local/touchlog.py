@@ -22,7 +22,7 @@ BATCH_IDS = 200_000  # in one batch downstream, about
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TouchChunk:
     """The pods of one answer. `touches` has each id once per shard, `end` is the cursor behind the last pod."""
 
     number: int
@@ -35,7 +35,7 @@ class Chunk:
     oldest: float | None
 
     @classmethod
-    def of(cls, number: int, batches: Iterable[pa.RecordBatch], end: Cursor) -> Chunk:
+    def of(cls, number: int, batches: Iterable[pa.RecordBatch], end: Cursor) -> TouchChunk:
         """From the batches of an answer."""
         held = tuple(batches)
         found = collect(held)
@@ -49,7 +49,7 @@ class TouchLog:
 
     places: dict[str, int] = field(default_factory=dict)
     ended: bool = False  # nothing is added any more
-    _chunks: deque[Chunk] = field(default_factory=deque)
+    _chunks: deque[TouchChunk] = field(default_factory=deque)
     _ids: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -58,7 +58,7 @@ class TouchLog:
         """The ids in the log."""
         return self._ids
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: TouchChunk) -> None:
         """Add the next chunk."""
         with self._changed:
             self._chunks.append(chunk)
@@ -71,12 +71,12 @@ class TouchLog:
             self.ended = True
             self._changed.notify_all()
 
-    def take(self, name: str, timeout: float) -> list[Chunk]:
+    def take(self, name: str, timeout: float) -> list[TouchChunk]:
         """The chunks from the place of a downstream on, about BATCH_IDS ids; waits for the first one."""
         with self._changed:
             if not self._ahead(name):
                 self._changed.wait(timeout)
-            taken: list[Chunk] = []
+            taken: list[TouchChunk] = []
             ids = 0
             for chunk in self._ahead(name):
                 if taken and ids + chunk.ids > BATCH_IDS:
@@ -90,7 +90,7 @@ class TouchLog:
         with self._changed:
             return sum(chunk.ids for chunk in self._ahead(name))
 
-    def _ahead(self, name: str) -> list[Chunk]:
+    def _ahead(self, name: str) -> list[TouchChunk]:
         place = self.places[name]
         return [chunk for chunk in self._chunks if chunk.number >= place]
 
@@ -100,7 +100,7 @@ class TouchLog:
             self.places[name] = max(self.places[name], number + 1)  # the main thread may have put it further
             self._changed.notify_all()
 
-    def take_finished(self) -> Chunk | None:
+    def take_finished(self) -> TouchChunk | None:
         """Forget the chunks that every downstream has; returns the last of them."""
         with self._changed:
             last = None

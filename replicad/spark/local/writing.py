@@ -49,7 +49,7 @@ from replicad.spark.local.backlog import Backlog
 from replicad.spark.local.config import TRANSACTION, LocalConfig
 from replicad.spark.local.groups import PostgresTables, SeparateTables, TableChanges, TableGroup
 from replicad.spark.local.tables import TableWork, TubeTable, make_work, schedule_backfill, tables_of, touches_of
-from replicad.spark.local.touchlog import Chunk, TouchLog
+from replicad.spark.local.touchlog import TouchChunk, TouchLog
 from replicad.spark.options import endpoint_of
 from replicad.spark.parking import RefusedIds, pods_with, search
 from replicad.spark.pipeline_config import AVAILABLE_NOW
@@ -277,7 +277,7 @@ class DownstreamThread:
         if self._config.trigger != AVAILABLE_NOW and self._config.trigger:
             self._stopping.wait(float(self._config.trigger))
 
-    def _with_patience(self, work: Callable[[], None], chunks: list[Chunk] | None = None) -> bool:
+    def _with_patience(self, work: Callable[[], None], chunks: list[TouchChunk] | None = None) -> bool:
         """Run `work` until it succeeds. False: the run ends, or its touches went into the backlog."""
         backoff = Backoff(0.2, 30.0, jitter=0.0)
         tries = 0
@@ -301,7 +301,7 @@ class DownstreamThread:
                 self._stopping.wait(backoff.next_delay())
         return False
 
-    def _learn_from(self, error: ReplicadError, chunks: list[Chunk] | None, tries: int) -> int:
+    def _learn_from(self, error: ReplicadError, chunks: list[TouchChunk] | None, tries: int) -> int:
         """Do what helps against a failure before the next try; returns the failures since something was parked.
 
         Raises `error` if trying again does not help, and there is no other downstream that goes on meanwhile.
@@ -416,7 +416,7 @@ class DownstreamThread:
 
     # --- batches ---
 
-    def _batch_of(self, chunks: list[Chunk]) -> _Batch:
+    def _batch_of(self, chunks: list[TouchChunk]) -> _Batch:
         tables = []
         for chunk in chunks:
             touches = chunk.touches
@@ -434,7 +434,7 @@ class DownstreamThread:
             chunks[-1].end,
         )
 
-    def _write_chunks(self, chunks: list[Chunk]) -> None:
+    def _write_chunks(self, chunks: list[TouchChunk]) -> None:
         self._write(self._batch_of(chunks))
 
     def _write(self, batch: _Batch) -> None:
@@ -629,7 +629,7 @@ class DownstreamThread:
 
     # --- rows that cannot be read or are refused ---
 
-    def _park(self, chunks: list[Chunk], tries: int) -> bool:
+    def _park(self, chunks: list[TouchChunk], tries: int) -> bool:
         """Park the ids whose rows cannot be read or are refused. False if they are not the reason."""
         found: list[tuple[int, RefusedIds]] = []
         fine = 0
@@ -668,7 +668,7 @@ class DownstreamThread:
                 found.append((number, RefusedIds(shard, mine.column("id").combine_chunks(), str(error), surely=True)))
         return split
 
-    def _park_in_tube(self, chunk: Chunk, one: RefusedIds, tries: int) -> None:
+    def _park_in_tube(self, chunk: TouchChunk, one: RefusedIds, tries: int) -> None:
         with endpoint_of(self._config.source).connect(f"{self._shared.holder}/parking"[:255]) as client:
             for seq, ids in pods_with(list(chunk.pods), one):
                 client.park(self._config.tube, WHOLE, self._shared.term, seq, ids, tries=tries, error=one.error)
@@ -680,7 +680,7 @@ class DownstreamThread:
         self._prove_by(self.backlog.tube)
         try:
             while not self._stopping.is_set():
-                chunk: list[Chunk] = []
+                chunk: list[TouchChunk] = []
                 if not self._with_patience(partial(self._next_of_backlog, chunk)) or not chunk:
                     return
                 self._busy = True
@@ -691,7 +691,7 @@ class DownstreamThread:
             self._excluded.clear()
             self._prove_by(None)
 
-    def _next_of_backlog(self, found: list[Chunk]) -> None:
+    def _next_of_backlog(self, found: list[TouchChunk]) -> None:
         chunk = self.backlog.next_chunk()
         found[:] = [] if chunk is None else [chunk]
 

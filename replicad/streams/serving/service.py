@@ -11,7 +11,7 @@ import trio
 from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, FigureQuery, Obstacle, Sample, StateView
 from replicad.daemon.journal import JournalLimits
 from replicad.daemon.poller import Poller
-from replicad.daemon.service import Answers, Feature, Host, Job
+from replicad.daemon.service import Answers, Feature, Host, Job, Pages
 from replicad.daemon.session import Session
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, StreamRefused, TokenAhead
@@ -369,7 +369,8 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
         service = StreamService(publisher, acks, book, retention, host.poller, recording=recording, pace=pace)
         host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema))
         host.figures.catching_up = catchups.following
-        host.inside.pages = RowPages(publisher, pace)
+        pages = RowPages(publisher, pace)
+        host.inside.pages = Pages(pages.page, pages.has_changes)
         return service
 
     return Feature("streams", COMMANDS, open_service)

@@ -16,7 +16,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaTooNew
 from replicad.presence.commands import ClearUserSync
 from replicad.presence.repository import Beat, PresenceRepository, PresenceSettings, Sighting
-from replicad.presence.roster import Change
+from replicad.presence.roster import OnlineChange
 from replicad.presence.service import PresenceIntervals, PresenceService
 
 from .conftest import Desk, settle
@@ -80,7 +80,7 @@ class MemoryRepository(PresenceRepository):
         self.cleared.append(beat.daemon)
         return users
 
-    async def apply(self, daemon: UUID, changes: Sequence[Change]) -> bool:
+    async def apply(self, daemon: UUID, changes: Sequence[OnlineChange]) -> bool:
         await self._answer("apply")
         if any("bad" in change.user for change in changes):
             raise DatabaseError("a letter that the encoding lacks", sqlstate="22P05")

@@ -113,7 +113,7 @@ const FORMS = { // of the columns that are declared in the daemon
   label: (name) => label("", name),
   seconds: (name) => ({ of: (row) => long(row[name]) }),
   ago: (name) => ({ of: (row) => `${duration(row[name])} ago` }),
-  time: (name) => ({ of: (row) => new Date(1000 * row[name]).toLocaleString() }),
+  time: (name) => ({ of: (row) => moment(row[name]) }),
   list: (name) => ({ of: (row) => row[name].join(", ") }),
   some: (name) => ({ of: (row) => row[name] || null }),
   failed: (name) => ({ of: (row) => (row[name] ? [row[name].toLocaleString("en"), "bad"] : null) }),
@@ -135,7 +135,7 @@ const PARKED = [
   plain("Op", "op"),
   { title: "Ids", of: (row) => row.ids.join(", ") + (row.id_count > row.ids.length ? `, ... (${row.id_count})` : "") },
   plain("Tries", "tries"),
-  { title: "Since", of: (row) => new Date(1000 * row.at).toLocaleString() },
+  { title: "Since", of: (row) => moment(row.at) },
   plain("Error", "error"),
 ];
 const CLIENT = [
@@ -164,6 +164,8 @@ const EVENT = [
   { title: "Fields", of: (row) => Object.entries(row.fields).map(([name, value]) => `${name}=${value}`).join(" ") },
 ];
 
+// A time with its zone: the reader's machine and the daemon's may be in different ones.
+const moment = (seconds) => new Date(1000 * seconds).toLocaleString(undefined, { dateStyle: "short", timeStyle: "long" });
 const followed = (one) =>
   one.ids_left == null ? one.stream : `${one.stream} (catches up, ${one.ids_left.toLocaleString("en")} ids to go)`;
 const most = (values) => values.reduce((high, one) => (one == null ? high : Math.max(high ?? 0, one)), null);
@@ -172,9 +174,15 @@ function show({ status, clients }) {
   const wanted = $("filter").value.trim().toLowerCase();
   const named = (row) => !wanted || [row.name, row.peer, row.access].some((one) => one?.toLowerCase().includes(wanted));
   const { streams = [], tubes = [], backfills = [], daemons = [], troubles = [], reports = [], obstacles, server } = status;
-  document.title = `${status.ready ? "" : "(!) "}${status.server_name} - replicad`;
+  document.title = `${status.ready && !troubles.length ? "" : "(!) "}${status.server_name} - replicad`;
   put($("server"), status.server_name);
-  say(status.ready ? "ready" : `not ready${obstacles.length ? `: ${obstacles.length} not served` : ""}`, status.ready ? "good" : "bad");
+  const number = new Set([...troubles, ...reports].map((one) => `${one.kind} ${one.name}`)).size;
+  const faults = number ? `, with troubles in ${number} place${number === 1 ? "" : "s"}` : "";
+  if (status.ready) {
+    say(`ready${faults}`, faults ? "warn" : "good");
+  } else {
+    say(`not ready${obstacles.length ? `: ${obstacles.length} not served` : ""}`, "bad");
+  }
   keep($("obstacles"), obstacles, (one) => `${one.kind} ${one.name} ${one.why}`, () => make("li"), (node, one) => put(node, one.why));
   table($("stream-list"), STREAM, streams.filter(named), (row) => row.name, "There are no streams: replicad streams add");
   showTubes(tubes.filter(named), backfills);

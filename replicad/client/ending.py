@@ -45,6 +45,9 @@ async def ended_in_order() -> AsyncIterator[None]:
     Blocks of one event loop in the main thread. Elsewhere the signal does what it did before.
     """
     global _present  # noqa: PLW0603 - signals are one thing for the whole process
+    if threading.current_thread() is not threading.main_thread():  # a scope belongs to the thread of its loop
+        yield
+        return
     if _present is not None:
         with anyio.CancelScope() as scope:
             ends = _present
@@ -54,7 +57,7 @@ async def ended_in_order() -> AsyncIterator[None]:
             finally:
                 ends.leave(scope)
         return
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
     ends = _present = _Ends()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from replicad.postgres import failures
-from replicad.postgres.bridge import Connection, Sink, quote_literal
-from replicad.postgres.literals import fill
+from replicad.postgres.literals import fill, quote_literal
 from replicad.postgres.statements import Queries
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Connection, Sink
 
 UNBOUNDED: Final = (1 << 63) - 1  # bytes
 _CUT, _FAILED = b"+", b"!"  # how the line begins that a reader adds; no line of ours does

@@ -32,14 +32,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema_text
-from replicad.postgres.bridge import Connection, Database
 from replicad.postgres.literals import quote_ident
 from replicad.postgres.schema_text import Direction, Part
 from replicad.sqlstates import means
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Connection, Database
 
 __all__ = [
     "PARTS",

@@ -1,7 +1,7 @@
 """Sharded writers: the writers of one stream divide its keys among themselves (docs/sharding.md).
 
 holdings.py decides which writer should own which slot, and keeps the slots of one writer; it has no connection and no
-clock. keeper.py yields the queries that maintain the membership; writer.py runs them for programs on trio,
+clock. keeper.py yields the queries that maintain the membership; writer.py runs them for programs on trio and asyncio,
 blocking_writer.py for programs without async. admin.py is for the command line. Postgres enforces the rules
 (sharding/sql, docs/leases.md). Nothing here knows the content of the writes.
 """

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replicad.config.declaring import WHOLE
-from replicad.errors import SchemaMissing
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import call_value, statement
+from replicad.sharding.writer import require_installed
 from replicad.streams.queries import SCHEMA
 from replicad.streams.registry import Registry
 from replicad.terminal.desired import Section, SectionKey, TargetDatabase, Values, as_it_stands
@@ -98,14 +98,6 @@ async def show(db: Database, stream: str, *, schema: str = SCHEMA) -> SharingSta
     """The state of one stream. Raises UnknownStream, StreamRefused."""
     await require_installed(db, stream, schema)
     return await _status(db, stream, schema)
-
-
-async def require_installed(db: Database, stream: str, schema: str) -> None:
-    """Check that the SQL of sharding is installed. Raises SchemaMissing with the remedy, and SchemaTooNew."""
-    try:
-        await schemas.require(db, "sharding", schema)
-    except SchemaMissing as error:
-        raise SchemaMissing(str(error).replace("sharding enable STREAM", f"sharding enable {stream}")) from error
 
 
 async def _status(db: Database, stream: str, schema: str) -> SharingStatus:

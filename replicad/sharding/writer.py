@@ -1,4 +1,4 @@
-"""A sharded writer for programs on trio.
+"""A sharded writer for programs on trio and on asyncio.
 
 A task keeps the membership and the slots while the writer is open, on a connection of its own. Each write uses a
 connection of the pool and one transaction, which begins with the fence (writer_owns in sharding/sql/slots.sql).
@@ -8,23 +8,31 @@ keeper.py and holdings.py decide.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, overload
 
-import trio
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskStatus
 
 from replicad.client.ending import ended_in_order
-from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError
+from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError, SchemaMissing
 from replicad.eventlog import get_logger
-from replicad.nurseries import open_plain_nursery
-from replicad.postgres.bridge import Connection, Database, Notices
+from replicad.loops import open_plain_tasks
+from replicad.postgres import schema as schemas
 from replicad.postgres.literals import fill, quote_argument
 from replicad.postgres.statements import value_call
-from replicad.sharding.admin import require_installed
+from replicad.sharding.asyncpg_pool import Pool, PooledDatabase
 from replicad.sharding.holdings import Holdings, KeyOwner, ShardedWriterStatistics, Slot
 from replicad.sharding.keeper import LEAVE, TTL, Asks, MembershipKeeper
 from replicad.streams.queries import SCHEMA
 from replicad.streams.row_text import wire_instance
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Connection, Database
+
+C = TypeVar("C")
 
 log = get_logger(__name__)
 
@@ -37,25 +45,58 @@ class _Moved(Exception):
     """The key has changed hands before the write began: find its owner again."""
 
 
-class ShardedWriter:
+class WriterNotices(Protocol):
+    """NOTIFYs on one channel."""
+
+    async def next(self, patience: float, /) -> str:
+        """Wait for the next payload. Raises DatabaseUnavailable when the connection is lost."""
+
+
+class WriterConnection(Protocol):
+    """What a sharded writer needs of a connection: of `Database` on trio, of a pool of asyncpg on asyncio."""
+
+    async def fetch(self, sql: str, *args: object) -> Sequence[Any]: ...
+
+    def listen(self, channel: str) -> AbstractAsyncContextManager[WriterNotices]: ...
+
+    def transaction(self, *, opening: str, idle: float | None) -> AbstractAsyncContextManager[None]: ...
+
+
+class WriterDatabase(Protocol):
+    """Makes such connections."""
+
+    def connection(self) -> AbstractAsyncContextManager[WriterConnection]: ...
+
+
+class ShardedWriter(Generic[C]):
     """A writer of a shared stream. Made by `open_sharded_writer`. Any number of tasks may use it."""
 
     def __init__(
-        self, db: Database, stream: str, instance: str, *, address: str | None, ttl: float, schema: str
+        self,
+        db: WriterDatabase,
+        stream: str,
+        instance: str,
+        *,
+        own: Callable[[Any], C],
+        address: str | None,
+        ttl: float,
+        schema: str,
     ) -> None:
+        """`own`: the connection of the program that belongs to a connection of `db`."""
+        self._own = own
         self.stream = stream
         self.instance = wire_instance(instance)
         self._db = db
         self._schema = schema
         self._ttl = ttl
         self._holdings = Holdings(stream, self.instance, ttl)
-        self._keeper = MembershipKeeper(self._holdings, address, ttl, trio.current_time)
-        self._changed = trio.Event()  # set, and replaced, whenever a wait may be over
-        self._called = trio.Event()  # set to make the keeper look at once
+        self._keeper = MembershipKeeper(self._holdings, address, ttl, anyio.current_time)
+        self._changed = anyio.Event()  # set, and replaced, whenever a wait may be over
+        self._called = anyio.Event()  # set to make the keeper look at once
         self._closed = False
 
     @asynccontextmanager
-    async def owning(self, key: str, *, wait: float = 0.0) -> AsyncIterator[Connection]:
+    async def owning(self, key: str, *, wait: float = 0.0) -> AsyncIterator[C]:
         """A connection in its own transaction, in which this writer owns the key. No other writer's can overlap.
 
         The transaction is committed at the end and rolled back on any exception. Postgres ends it if it idles for
@@ -66,7 +107,7 @@ class ShardedWriter:
             NotOwner: another writer owns the key (the error names it), or none did until the end of the wait.
             DatabaseUnavailable: no connection, or it was lost; whether a commit took place is then unknown.
         """
-        deadline = trio.current_time() + wait
+        deadline = anyio.current_time() + wait
         async with AsyncExitStack() as stack:
             while True:
                 await self._wait_until_ready(key, deadline)
@@ -75,7 +116,7 @@ class ShardedWriter:
                     break
                 except _Moved:
                     continue
-            yield connection
+            yield self._own(connection)
 
     def owner(self, key: str) -> KeyOwner | None:
         """The owner of the key at the last look, a fraction of a second ago, or None. Sends no query."""
@@ -83,7 +124,7 @@ class ShardedWriter:
 
     def owns(self, key: str) -> bool:
         """Whether this writer would try to write the key now. Sends no query and may be wrong; `owning` checks."""
-        return not self._closed and self._holdings.is_ready(key, trio.current_time())
+        return not self._closed and self._holdings.is_ready(key, anyio.current_time())
 
     def term(self, key: str) -> int | None:
         """The term under which this writer has the key, or None. It stays while a transaction owns the key."""
@@ -93,11 +134,11 @@ class ShardedWriter:
         """Counts, as one frozen value."""
         return self._holdings.statistics()
 
-    async def keep(self, task_status: trio.TaskStatus[None]) -> None:
+    async def keep(self, *, task_status: TaskStatus[None]) -> None:
         """Keep the membership and the slots until the writer has left. Started when it has joined; raises errors
         before.
         """
-        with trio.CancelScope() as self._keeping:
+        with anyio.CancelScope() as self._keeping:
             started = False
             while not self._keeper.has_left:
                 try:
@@ -112,20 +153,20 @@ class ShardedWriter:
                     if not started:
                         raise
                     log.warning("writer_cannot_keep_its_share", writer=self.instance, error=str(error))
-                    await trio.sleep(_RETRY)
+                    await anyio.sleep(_RETRY)
 
     async def aclose(self) -> None:
         """Give all slots back, within a bounded time. The other writers take the rest after the time to live."""
         self._closed = True
         self._keeper.leave()
-        with trio.move_on_after(LEAVE + _GRACE, shield=True):
+        with anyio.move_on_after(LEAVE + _GRACE, shield=True):
             while not self._keeper.has_left:
                 changed = self._changed
                 self._called.set()
                 await changed.wait()
         self._keeping.cancel()
 
-    async def _wait_for_next_round(self, notices: Notices) -> None:
+    async def _wait_for_next_round(self, notices: WriterNotices) -> None:
         """Wait until the next round is due, a task asks for it, or a NOTIFY comes. A lost NOTIFY does no harm."""
 
         async def wait_for_notice() -> None:
@@ -134,21 +175,21 @@ class ShardedWriter:
                     pass
             self._called.set()
 
-        with trio.move_on_after(self._keeper.pause):
-            async with open_plain_nursery() as nursery:
-                nursery.start_soon(wait_for_notice)
+        with anyio.move_on_after(self._keeper.pause):
+            async with open_plain_tasks() as tasks:
+                tasks.start_soon(wait_for_notice)
                 await self._called.wait()
-        self._called = trio.Event()
+        self._called = anyio.Event()
 
-    async def _round(self, connection: Connection) -> None:
+    async def _round(self, connection: WriterConnection) -> None:
         """One round of the keeper in a bounded time. If Postgres does not answer, a new connection is made."""
-        with trio.move_on_after(max(self._ttl, 1.0)) as patience:
+        with anyio.move_on_after(max(self._ttl, 1.0)) as patience:
             await self._drive(self._keeper.round(), connection)
         self._wake_waiters()
         if patience.cancelled_caught:
             raise DatabaseUnavailable(f"Postgres did not answer writer {self.instance} within its time to live.")
 
-    async def _drive(self, asks: Asks, connection: Connection) -> None:
+    async def _drive(self, asks: Asks, connection: WriterConnection) -> None:
         try:
             ask = next(asks)
             while True:
@@ -157,19 +198,19 @@ class ShardedWriter:
             pass
 
     async def _wait_until_ready(self, key: str, deadline: float) -> None:
-        while self._closed or not self._holdings.is_ready(key, trio.current_time()):
+        while self._closed or not self._holdings.is_ready(key, anyio.current_time()):
             changed = self._changed
-            if self._keeper.has_left or trio.current_time() >= deadline or not self._holdings.is_moving(key):
-                await trio.lowlevel.checkpoint()  # writers that redirect to each other must let keepers run
+            if self._keeper.has_left or anyio.current_time() >= deadline or not self._holdings.is_moving(key):
+                await anyio.lowlevel.checkpoint()  # writers that redirect to each other must let keepers run
                 raise self._holdings.refusal(key)
-            with trio.move_on_at(deadline):
+            with anyio.CancelScope(deadline=deadline):
                 await changed.wait()
 
     @asynccontextmanager
-    async def _begun(self, key: str) -> AsyncIterator[Connection]:
+    async def _begun(self, key: str) -> AsyncIterator[WriterConnection]:
         """The transaction of a write, after its fence. Raises _Moved if the key has changed hands meanwhile."""
         async with self._db.connection() as connection:  # may take long; the write counts as in flight only after it
-            slot = self._holdings.begin(key, trio.current_time())
+            slot = self._holdings.begin(key, anyio.current_time())
             if slot is None:
                 raise _Moved
             try:
@@ -181,7 +222,9 @@ class ShardedWriter:
                 if self._holdings.end(slot):
                     self._called.set()
 
-    async def _pass_fence(self, transaction: AsyncExitStack, connection: Connection, key: str, slot: Slot) -> None:
+    async def _pass_fence(
+        self, transaction: AsyncExitStack, connection: WriterConnection, key: str, slot: Slot
+    ) -> None:
         owns = value_call(self._schema, "writer_owns", 4)
         fence = fill(owns, (self.stream, key, self.instance, slot.term), quote_argument)
         try:
@@ -193,14 +236,30 @@ class ShardedWriter:
 
     def _wake_waiters(self) -> None:
         self._changed.set()
-        self._changed = trio.Event()
+        self._changed = anyio.Event()
 
 
+@overload
+def open_sharded_writer(
+    db: Database, stream: str, instance: str, *, address: str | None = None, ttl: float = TTL, schema: str = SCHEMA
+) -> AbstractAsyncContextManager[ShardedWriter[Connection]]: ...
+@overload
+def open_sharded_writer(
+    db: Pool, stream: str, instance: str, *, address: str | None = None, ttl: float = TTL, schema: str = SCHEMA
+) -> AbstractAsyncContextManager[ShardedWriter[Any]]: ...
 @asynccontextmanager
 async def open_sharded_writer(
-    db: Database, stream: str, instance: str, *, address: str | None = None, ttl: float = TTL, schema: str = SCHEMA
-) -> AsyncIterator[ShardedWriter]:
+    db: Database | Pool,
+    stream: str,
+    instance: str,
+    *,
+    address: str | None = None,
+    ttl: float = TTL,
+    schema: str = SCHEMA,
+) -> AsyncIterator[ShardedWriter[Any]]:
     """A writer that shares a stream's keys with others, for the length of the block.
+
+    `db`: on trio a `Database`, on asyncio a pool of asyncpg (`asyncpg.create_pool`); `owning` yields its connections.
 
     It joins, gets its share of the slots from the others, and returns all of it at the end, also where SIGTERM ends the
     process and nobody else handles it. It holds one connection
@@ -215,11 +274,24 @@ async def open_sharded_writer(
         InstanceTaken: another process has that name and is alive.
         SchemaMissing: the SQL of sharding is not installed in this database.
     """
-    await require_installed(db, stream, schema)
-    writer = ShardedWriter(db, stream, instance, address=address, ttl=ttl, schema=schema)
-    async with ended_in_order(), open_plain_nursery() as nursery:
-        await nursery.start(writer.keep)
+    database, own = (PooledDatabase(db), PooledDatabase.own) if isinstance(db, Pool) else (db, _itself)
+    await require_installed(cast("Database", database), stream, schema)
+    writer = ShardedWriter(database, stream, instance, own=own, address=address, ttl=ttl, schema=schema)
+    async with ended_in_order(), open_plain_tasks() as tasks:
+        await tasks.start(writer.keep)
         try:
             yield writer
         finally:
             await writer.aclose()
+
+
+def _itself(connection: C) -> C:
+    return connection
+
+
+async def require_installed(db: Database, stream: str, schema: str) -> None:
+    """Check that the SQL of sharding is installed. Raises SchemaMissing with the remedy, and SchemaTooNew."""
+    try:
+        await schemas.require(db, "sharding", schema)
+    except SchemaMissing as error:
+        raise SchemaMissing(str(error).replace("sharding enable STREAM", f"sharding enable {stream}")) from error

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseUnavailable, ReplicadError, SchemaMissing
-from replicad.postgres.bridge import Connection, Database, Sink, quote_literal
 from replicad.postgres.failures import Target
+from replicad.postgres.literals import quote_literal
 from replicad.streams.rows import RowSource
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Connection, Database, Sink
 
 SCHEMA: Final = "replicad"  # default schema of the functions and tables of streams
 

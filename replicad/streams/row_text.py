@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from replicad.postgres.bridge import load_sql, quote_ident, quote_literal
+from replicad.postgres.literals import quote_ident, quote_literal
+from replicad.postgres.statements import load_sql
 from replicad.streams.chunks import MAX_ROW
 
 MASTER: Final = "master"  # the writer of rows that name none, as in Synapse

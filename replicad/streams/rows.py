@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from replicad.errors import DatabaseError, RowTooLong
-from replicad.postgres.bridge import load_sql
 from replicad.postgres.owners import AsOwner
-from replicad.postgres.statements import Queries
+from replicad.postgres.statements import Queries, load_sql
 from replicad.streams.chunks import Chunk, Enough, LineCutter, chunk_of, no_longer, whole_ids
 from replicad.streams.row_text import MASTER, Range, RowText, is_one
 

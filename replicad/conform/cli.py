@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from replicad.config.declaring import SECONDS
 from replicad.config.settings import ClientSettings, read_settings
 from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadCommand, ValueType, option, settings_options
+from replicad.terminal.database import run_async
 from replicad.terminal.output import echo
 
 if TYPE_CHECKING:
@@ -145,11 +147,9 @@ def _check_client(
     checks: Sequence[ConformanceCheck],
     report: Callable[[Result], None],
 ) -> None:
-    import trio
-
     from replicad.conform.against_client import ClientUnderTest, run_checks
 
-    trio.run(run_checks, ClientUnderTest(client, worker, patience), checks, report)
+    run_async(partial(run_checks, ClientUnderTest(client, worker, patience), checks, report))
 
 
 def _check_server(
@@ -159,8 +159,6 @@ def _check_server(
     checks: Sequence[ConformanceCheck],
     report: Callable[[Result], None],
 ) -> None:
-    import trio
-
     from replicad.conform.against_server import ServerUnderTest, run_checks
 
     if address is not None:
@@ -173,4 +171,4 @@ def _check_server(
     server = ServerUnderTest(
         settings.server.host, settings.server.port, settings.ssl_context(), settings.token, **given
     )
-    trio.run(run_checks, server, checks, report)
+    run_async(partial(run_checks, server, checks, report))

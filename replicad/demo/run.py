@@ -31,7 +31,7 @@ from replicad.errors import EnvironmentRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Connection, Database, load_sql, open_database, quote_ident
 from replicad.postgres.embedded import embedded_postgres, reachable
-from replicad.postgres.programs import SHARED, find_programs
+from replicad.postgres.programs import SHARED
 from replicad.spark.session import find_java
 from replicad.terminal.output import echo
 
@@ -323,10 +323,12 @@ NEXT = """\
 
 Now try it yourself. Serve the data of this demonstration again, or your own Postgres:
 
-  {program} serve --data-folder {folder}/postgres
+  {program} serve --data-folder {postgres}
   {program} serve --database postgresql://user@host/name
 
-Send commands by hand, in another terminal:
+Follow a stream in another terminal, or send commands by hand:
+
+  {program} tail census --from EARLIEST
 
   nc 127.0.0.1 9009
   REPLICATE census EARLIEST        the rows of a stream, old and new
@@ -335,10 +337,9 @@ Send commands by hand, in another terminal:
 
 Change rows in a third terminal, and watch:
 
-  {psql} '{url}' \\
-    -c "UPDATE shard_0003.cities SET name = upper(name)"
+  {program} psql --data-folder {postgres} -c "UPDATE shard_0003.cities SET name = upper(name)"
 
-Read it with Spark:
+Read it with Spark, in {python} (Spark needs Java 17; the daemon, streams, tubes and workers do not):
 
   from replicad.spark import build_session
 
@@ -349,9 +350,9 @@ Read it with Spark:
 The copy is in {folder}/downstream, the logs are in {folder}. Read on in README.md."""
 
 
-def next_steps(folder: Path, url: str) -> str:
-    """What to type next; `url` is that of the demonstration's Postgres."""
-    return NEXT.format(program=program(), folder=folder, psql=near(find_programs() / "psql"), url=url)
+def next_lines(text: str, **names: object) -> str:
+    """What to type next; the commands work as they are printed, in the folder in which this command was called."""
+    return text.format(python=near(Path(sys.executable)), **names)
 
 
 _START = 60.0  # seconds for a daemon to listen; installing the schema on a slow disk takes a few
@@ -546,13 +547,20 @@ class Demo:
             self._query()
             equal = self._summary(pipeline, first, second, time.monotonic() - started)
             self.show.step("Ending the pipeline, the daemon and Postgres")
-        self.show.line(next_steps(self.folder, self.url))
+        self.show.line(next_lines(NEXT, program=program(), folder=self.folder, postgres=self.postgres))
         return equal
 
-    async def _database(self, stack: AsyncExitStack) -> Database:
+    @property
+    def postgres(self) -> Path:
+        """The folder of the embedded Postgres."""
         folder = self.folder / "postgres"
-        if not reachable(folder):  # in the closed home of root
-            folder = SHARED / f"demo-{sha256(os.fsencode(folder.absolute())).hexdigest()[:12]}"
+        if reachable(folder):
+            return folder
+        # In the closed home of root.
+        return SHARED / f"demo-{sha256(os.fsencode(folder.absolute())).hexdigest()[:12]}"
+
+    async def _database(self, stack: AsyncExitStack) -> Database:
+        folder = self.postgres
         self.show.step(f"Starting an embedded Postgres in {folder}")
         self.url = stack.enter_context(embedded_postgres(folder))
         db = await stack.enter_async_context(open_database(self.url, size=3, application_name="replicad demo"))

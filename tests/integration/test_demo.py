@@ -76,11 +76,11 @@ class Run:
 
 
 @contextmanager
-def demo(folder: Path) -> Iterator[Run]:
+def demo(folder: Path, *options: str) -> Iterator[Run]:
     """Run `replicad demo` with that folder."""
     mark = uuid.uuid4().hex
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "replicad", "demo", "--folder", str(folder)],
+        [sys.executable, "-u", "-m", "replicad", "demo", "--folder", str(folder), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

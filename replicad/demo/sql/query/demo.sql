@@ -52,3 +52,35 @@ CREATE TABLE public.census (
 -- name: demo_note
 -- Tell the stream what the census of a shard changed.
 INSERT INTO public.census (shard, updated, deleted, inserted) VALUES ($1, $2, $3, $4)
+
+-- name: demo_orders
+-- The tables of the small demonstration.
+DROP TABLE IF EXISTS orders, events;
+CREATE TABLE orders (id bigserial PRIMARY KEY, item text NOT NULL, amount integer NOT NULL);
+CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb NOT NULL)
+
+-- name: demo_orders_fill
+-- Orders: $1 of them.
+INSERT INTO orders (item, amount) SELECT 'item ' || n, n % 10 + 1 FROM generate_series(1, $1::integer) n
+
+-- name: demo_orders_load
+-- Orders by id, as a worker loads them.
+SELECT id, item, amount FROM orders WHERE id = ANY ($1::bigint[])
+
+-- name: demo_orders_all
+-- All orders, to compare.
+SELECT id, item, amount FROM orders
+
+-- name: demo_orders_change
+-- Changes as an application makes them.
+WITH removed AS (DELETE FROM orders WHERE id % 50 = 0),
+     added AS (INSERT INTO orders (item, amount) SELECT 'new item ' || n, 1 FROM generate_series(1, 100) n)
+UPDATE orders SET amount = amount + 1 WHERE id % 5 = 1
+
+-- name: demo_events
+-- Events: $1 of them.
+INSERT INTO events (body) SELECT jsonb_build_array('order', n) FROM generate_series(1, $1::integer) n
+
+-- name: demo_events_ids
+-- The ids of all events, in order, as JSON.
+SELECT coalesce(json_agg(id ORDER BY id), '[]')::text FROM events

@@ -50,6 +50,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "json_array_3": arrays(3),
     "json_array_5": arrays(5),
     "json_object": st.dictionaries(texts, naturals | texts, max_size=4).map(json.dumps),
+    "where": st.tuples(st.text(min_size=1, max_size=20), st.text(max_size=20)),
     "names": st.lists(words, min_size=1, max_size=5).map(tuple),
     "numbers": st.dictionaries(words, st.integers(1, 999_999_999), min_size=1, max_size=5)
     .filter(lambda numbers: len(set(numbers.values())) == len(numbers))

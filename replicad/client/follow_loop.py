@@ -152,7 +152,8 @@ class FollowOptions:
     `answer_timeout`: for the answer to a subscription. `taken`: send TAKEN for each stream on every connection and then
     at this interval; the answers are TakenUpto. (Sent only when something is received; a server sends PINGs.)
     `merged`: rows of one writer that came together may be one RowBatch, with the token of the last. It is cheaper, for
-    a reader that does not use the tokens in between.
+    a reader that does not use the tokens in between. `where`: of streams of changes that are named, only the changes
+    with this value of a filter column: `("customer_id", "42")`, the value as text.
     """
 
     linear: bool = False
@@ -163,6 +164,7 @@ class FollowOptions:
     answer_timeout: float = 60.0
     taken: float | None = None
     merged: bool = False
+    where: tuple[str, str] | None = None
     batch_limits: BatchLimits = field(default_factory=BatchLimits)
     backoff: Backoff | None = None  # how long to wait between two tries to connect
 
@@ -177,6 +179,7 @@ class FollowWishes(TypedDict, total=False):
     first_patience: float | None
     taken: float | None
     merged: bool
+    where: tuple[str, str] | None
 
 
 class FollowLoop:
@@ -302,7 +305,7 @@ class FollowLoop:
         """Subscribe until the server accepts the token or its reset, or this stream stops and others go on."""
         while True:
             self._asking, self._refused = stream, None
-            yield Send((Replicate(stream, self.follower.token(stream), self._options.linear),))
+            yield Send((Replicate(stream, self.follower.token(stream), self._options.linear, self._options.where),))
             within: float | None = self._options.answer_timeout
             while self._refused is None and not self.follower.answered(stream):
                 yield from self._take((yield Receive(within)))

@@ -6,10 +6,11 @@ The writers of a stream are a set of several lines of WRITERS: `writers_lines` a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from urllib.parse import quote, unquote
 
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.command import Command, command, declared_in
-from replicad.protocol.fields import INTEGER, UNBOUNDED, Kind, literal, optional, rest, text, word, word_or
+from replicad.protocol.fields import INTEGER, UNBOUNDED, Kind, literal, option, optional, rest, text, word, word_or
 from replicad.protocol.tokens import MAX_TOKEN
 from replicad.protocol.words import MAX_WORD, Side, bad, integer
 
@@ -35,6 +36,14 @@ def _numbers(command: str, what: str, found: str) -> tuple[tuple[str, int], ...]
     return tuple(numbers.items())
 
 
+def _where(command: str, what: str, found: str) -> tuple[str, str]:
+    column, equals, value = found.partition("=")
+    if not (column and equals):
+        raise bad(command, f"{what} is written as {what}=column=value; blanks and % in it as %20 and %25")
+    return unquote(column, errors="strict"), unquote(value, errors="strict")
+
+
+_WHERE = Kind("where", _where, lambda pair: "=".join(quote(part, safe="") for part in pair), 4096)
 _NAMES = Kind("names", _names, " ".join, UNBOUNDED)
 _NUMBERS = Kind("numbers", _numbers, lambda pairs: " ".join(f"{name}={number}" for name, number in pairs), UNBOUNDED)
 _TOKEN = Kind("token", longest=MAX_TOKEN)
@@ -44,12 +53,14 @@ _TOKEN = Kind("token", longest=MAX_TOKEN)
 class Replicate(Command):
     """REPLICATE: subscribe, to every stream from now on, as in Synapse, or with arguments (**ours**) to one.
 
-    `token` is None where none was given, `NOW`, `EARLIEST`, or a position as `tokens.Vector` renders it.
+    `token` is None where none was given, `NOW`, `EARLIEST`, or a position as `tokens.Vector` renders it. `where`: only
+    the changes with this value of a filter column.
     """
 
     stream: str | None = optional("stream_name", default=None)
     token: str | None = optional("token|NOW|EARLIEST", _TOKEN, default=None)
     linear: bool = literal("linear", default=False)
+    where: tuple[str, str] | None = option("column=value", _WHERE, default=None)
 
 
 @command("RDATA", Side.SERVER)

@@ -54,6 +54,7 @@ class Stream:
     not, `continue_streams` begins the next one. `sequence_file`: the sequence's file (as of pg_relation_filenode) in
     that generation. `noted`: the position that was published last. `source`: the table whose changes the stream has;
     None for a stream of rows. `unrecorded`: why changes of it may not have been recorded, with the remedy.
+    `filters`: the columns by whose values readers may ask for a part.
     """
 
     number: int
@@ -93,6 +94,7 @@ class Stream:
     writers: Mapping[str, int]
     source: str | None = None
     unrecorded: str | None = None
+    filters: tuple[str, ...] = ()
 
     @property
     def lacks_reader(self) -> bool:
@@ -109,7 +111,7 @@ _PASSING = frozenset({"fed", "fault", "denied", "trimmed_upto", "writers", "cont
 RENEWABLE = frozenset(
     {
         *("table", "sequence", "positions_table", "row", "row_type"),
-        *("source", "unique_ids", "plain", "max_row", "skipped", "proof_key", "identity", "shares_sequence"),
+        *("source", "filters", "unique_ids", "plain", "max_row", "skipped", "proof_key", "identity", "shares_sequence"),
         *("keep_for", "keep_rows"),
     }
 )
@@ -755,6 +757,7 @@ def _stream(row: Any) -> Stream:
     names, numbers = values.pop("writer_names"), values.pop("writer_numbers")
     values["method"] = Method(values["method"])
     values["skipped"] = tuple(values["skipped"])
+    values["filters"] = tuple(values["filters"] or ())
     home, named = values.pop("home"), values.pop("relation_named")
     sequence_named, positions_named = values.pop("sequence_named"), values.pop("positions_named")
     given = [(values["table_oid"], *named)] if named else []

@@ -50,7 +50,7 @@ class RowText:
     `sequence_oid`: the sequence whose file must be `sequence_file` (None: not checked). `skipped`: ascending ids that
     are left out. `max_row`: bound of a line in bytes. `reader`: the function that runs statements as the owner of the
     table (postgres/owners.py); None if they run as our own role. `plain`: our role may lock the whole table, and the
-    table has no partitions.
+    table has no partitions. `only`: a condition on the rows, called t.
     """
 
     number: int
@@ -70,6 +70,7 @@ class RowText:
     max_row: int = MAX_ROW
     reader: str | None = None
     plain: bool = False
+    only: str | None = None
 
     @property
     def lock(self) -> str | None:
@@ -139,7 +140,7 @@ class RowText:
             id=quote_ident(self.id_column),
             after=after,
             upto=upto,
-            writers=writers,
+            writers=writers if self.only is None else f"{self.only} AND {writers}",
             skip=self._skip(after, upto) if isinstance(after, int) and isinstance(upto, int) else "",
             same=self._same(),
             # One more than allowed, so that its reader finds it too long.

@@ -23,6 +23,7 @@ from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 from tests.sse import event_source
 
+from .conftest import netcat_to
 from .test_http import ANY_PORT, ask
 
 Start = Callable[..., AbstractAsyncContextManager[Daemon]]
@@ -131,6 +132,110 @@ async def test_the_commands_add_and_remove_a_stream_of_changes(database: Databas
     assert "is registered already" in again.stdout
     removed = await replicad_async("streams", "remove", "t", "--yes", "--database", database_url)
     assert "with its triggers on public.t" in removed.stdout
+
+
+async def test_readers_of_a_value_get_its_changes_alone_live_and_old_and_positions_move(
+    orders: Registry, database: Database, start_daemon: Start
+) -> None:
+    while await orders.snapshot_step(1):
+        pass
+    await database.execute("UPDATE orders SET note = 'old' WHERE id = 1")
+    async with start_daemon(paces=replace(Paces(), streams=StreamIntervals(filtered=0.05))) as daemon:
+        async with netcat_to(daemon) as seven, netcat_to(daemon) as eight:
+            await seven.send("REPLICATE orders EARLIEST where=customer=7")
+            await eight.send("REPLICATE orders where=customer=8")
+            found = await seven.until(r'RDATA orders master \d+ {"op":"u","key":1,.*"old".*')
+            assert [line.split(" ", 4)[4][7] for line in found if line.startswith("RDATA")] == ["s", "s", "r", "u"]
+            await eight.expect("SERVER .*", "WRITERS orders .*", r"POSITION orders master (\d+) \1")
+            await database.execute("UPDATE orders SET customer = 8 WHERE id = 1")
+            await database.execute("UPDATE orders SET note = 'x' WHERE id = 1; INSERT INTO orders VALUES (9, 7)")
+            gone = await seven.until(r'RDATA orders master \d+ {"op":"i","key":9,.*')
+            assert [line.split(" ", 4)[4][7] for line in gone if line.startswith("RDATA")] == ["d", "i"]
+            came = await eight.until(r'RDATA orders master \d+ {"op":"u","key":1,.*"note":"x".*')
+            assert [line.split(" ", 4)[4][7] for line in came if line.startswith("RDATA")] == ["i", "u"]
+            many = "INSERT INTO orders SELECT i, 7, E'a\ttab' FROM generate_series(100, 499) AS i"
+            await database.execute(many)
+            assert len(await seven.until(r'RDATA orders master \d+ {"op":"i","key":499,.*')) >= 400
+            await database.execute("INSERT INTO orders VALUES (10, 5)")
+            last = await database.fetch_value("SELECT max(id) FROM replicad.change_1")
+            moved = [
+                await seven.until(rf"POSITION orders master \d+ {last}"),
+                await eight.until(rf"POSITION .* {last}"),
+            ]
+            assert not any('"key":10' in line for lines in moved for line in lines)
+            await database.execute("TRUNCATE orders")
+            await seven.until(r'RDATA orders master \d+ {"op":"t",.*')
+            await eight.until(r'RDATA orders master \d+ {"op":"t",.*')
+
+
+async def test_a_filtered_reader_resumes_and_has_each_change_of_its_value_once(
+    orders: Registry, database: Database, start_daemon: Start
+) -> None:
+    insert = "INSERT INTO orders SELECT i, i % 9 FROM generate_series($1::int, $1::int + 999) AS i"
+    seen: list[int] = []
+    token = "EARLIEST"
+    for turn in range(3):
+        await database.execute(insert, 1000 * turn + 1000)
+        async with (
+            start_daemon() as daemon,
+            open_client("127.0.0.1", daemon.addresses[0].port, name="reader") as client,
+            client.follow({"orders": token}, where=("customer", "4")) as follower,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(
+                database.execute, "UPDATE orders SET id = -id WHERE customer = 4 AND id >= $1", 1000 * turn + 1000
+            )
+            wanted = (turn + 1) * 111 * 3
+            with trio.fail_after(PATIENCE):
+                async for event in follower:
+                    if isinstance(event, RowBatch):
+                        seen += [c.key for c in read_changes(event) if c.op.value in ("insert", "delete")]
+                        token = str(event.token)
+                        if len(seen) >= wanted:
+                            break
+    expected = await database.fetch(
+        "SELECT key::text::int FROM replicad.change_1 WHERE by_1 = '4' AND op IN ('i', 'd') ORDER BY id"
+    )
+    assert seen == [row[0] for row in expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (
+            "REPLICATE orders where=note=7",
+            "stream_refused: stream orders has no filter 'note': its filters are customer;.*",
+        ),
+        ("REPLICATE orders linear where=customer=7", "bad_token: .*"),
+        ("REPLICATE orders where=customer=7 linear", "stream_refused: .*linear.*"),
+        ("REPLICATE orders where=7", "bad_line: .*column=value.*"),
+    ],
+)
+async def test_a_filter_that_the_stream_does_not_have_is_refused(
+    orders: Registry, start_daemon: Start, line: str, error: str
+) -> None:
+    async with start_daemon() as daemon, netcat_to(daemon) as client:
+        await orders.load_stream("orders")
+        await client.send(line)
+        await client.expect("SERVER .*", f"ERROR {error}")
+
+
+async def test_two_browsers_with_two_values_see_their_changes_alone(
+    orders: Registry, database: Database, start_daemon: Start
+) -> None:
+    async with (
+        start_daemon() as daemon,
+        event_source(daemon.http, "/streams/orders/live?customer=7&after=NOW") as seven,
+        event_source(daemon.http, "/streams/orders/live?customer=8&after=NOW") as eight,
+    ):
+        with trio.fail_after(PATIENCE):
+            assert {(await reader.until("position")).name for reader in (seven, eight)} == {"position"}
+            await database.execute("UPDATE orders SET note = 'x'")
+            assert (await seven.until("update")).data["row"]["key"] == 1
+            assert (await eight.until("update")).data["row"]["key"] == 2
+        with trio.fail_after(20):
+            refused = await ask(daemon.http, "/streams/orders/live?customer=7&note=8")
+        assert refused.status == 400
 
 
 def test_the_operations_of_changes_have_different_letters() -> None:

@@ -27,6 +27,7 @@ class StreamIntervals:
     ahead: float = 5.0  # for this daemon to reach the position of the daemon that a token came from
     stopped: float = 10.0  # before plain REPLICATE tries again to read old rows, of which one cannot be read
     acks: float = 1.0  # between two writes of acks
+    filtered: float = 5.0  # between two POSITIONs of a reader of a part of a stream that has no rows
     changes: float = 1.0  # between two looks at the tables whose changes are streams, and for snapshots
     troubles: float = 0.5  # at least, between two writes of troubles: hundreds may begin at once
     refresh: float = 5.0  # between two writes while there are troubles

@@ -24,6 +24,7 @@ from replicad.streams.picture import COLUMNS, REFUSED, SERVED, STARTING, WAITING
 from replicad.streams.queries import Impatient, count_waiting
 from replicad.streams.registry import ReaderAck, Registry, row_source
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
+from replicad.streams.serving.filters import FilterFeeds
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import REGISTRY, Publisher
 from replicad.streams.serving.recording import Recording
@@ -270,6 +271,7 @@ class StreamService:
         poller: Poller,
         *,
         recording: Recording,
+        filters: FilterFeeds,
         pace: StreamIntervals = StreamIntervals(),
     ) -> None:
         self.publisher = publisher
@@ -278,6 +280,7 @@ class StreamService:
         self._book = book
         self._recording = recording
         self._retention = retention
+        self._filters = filters
         self._poller = poller
         self._pace = pace
         self._listed: list[str] | None = None  # the streams in `_line`
@@ -289,6 +292,7 @@ class StreamService:
             Job("acks", self._acks.run),
             Job("troubles", self._book.run),
             Job("changes", self._recording.look),
+            Job("filters", self._filters.run),
             Job("snapshots", self._recording.send_snapshots),
             Job("retention", self._retention.run),
             Job("catch-ups", self.catchups.run, announces=True),
@@ -297,7 +301,7 @@ class StreamService:
 
     def answers(self, peer: Session) -> Answers:
         """`Service.answers`."""
-        subscriptions = Subscriptions(peer, self.publisher, self._pace)
+        subscriptions = Subscriptions(peer, self.publisher, self._pace, filters=self._filters)
 
         async def list_streams(_: Streams) -> None:
             if peer.access.limited:
@@ -366,7 +370,10 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
             pace,
         )
         retention = Retention(publisher.streams, Registry(pools.housekeeping, schema).trim_kept, troubles, pace)
-        service = StreamService(publisher, acks, book, retention, host.poller, recording=recording, pace=pace)
+        filters = FilterFeeds(troubles, pace)
+        service = StreamService(
+            publisher, acks, book, retention, host.poller, recording=recording, filters=filters, pace=pace
+        )
         host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema))
         host.figures.catching_up = catchups.following
         pages = RowPages(publisher, pace)

@@ -10,6 +10,7 @@ REPLICATE follows every stream, so it joins the stream again when the stream goe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import trio
@@ -30,6 +31,7 @@ from replicad.protocol.commands import Ping
 from replicad.protocol.connection import CloseReason
 from replicad.streams.commands import Replicate, Taken
 from replicad.streams.serving.copying import Copying, Taking
+from replicad.streams.serving.filters import FilterFeeds
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.lane import LINEAR, position_lines, set_lines
 from replicad.streams.serving.publisher import Publisher
@@ -43,9 +45,18 @@ NO_STREAMS = "no stream is served yet; streams that are added are sent from then
 class Subscriptions:
     """The streams that one session follows."""
 
-    def __init__(self, session: Session, publisher: Publisher, pace: StreamIntervals = StreamIntervals()) -> None:
+    def __init__(
+        self,
+        session: Session,
+        publisher: Publisher,
+        pace: StreamIntervals = StreamIntervals(),
+        *,
+        filters: FilterFeeds,
+    ) -> None:
         self._session = session
         self._publisher = publisher
+        self._filters = filters
+        self._filtered: dict[str, Callable[[], None]] = {}  # what stops the reading of a part of a stream
         self._catchups = publisher.catchups
         self._pace = pace
         limits = publisher.catchups.limits
@@ -57,6 +68,7 @@ class Subscriptions:
         self._catching_up: set[str] = set()
         self._unread: set[str] = set()  # streams that plain REPLICATE would follow if the client had the right
         session.at_end(lambda: publisher.unfollow(self._join_new))
+        session.at_end(self._stop_filtered)
         session.access.on_change(self._review)
 
     @property
@@ -66,7 +78,7 @@ class Subscriptions:
 
     def reads(self, name: str) -> bool:
         """Whether rows of the stream are being sent, new or old ones: its generation is known to the client then."""
-        return name in self._readers or name in self._catching_up
+        return name in self._readers or name in self._catching_up or name in self._filtered
 
     async def taken(self, command: Taken) -> None:
         """Answer a TAKEN.
@@ -119,7 +131,7 @@ class Subscriptions:
 
     def _review(self) -> None:
         """End the subscriptions that the client may no longer read; follow what it may read now, if it follows all."""
-        for name in sorted({*self._readers, *self._catching_up}):
+        for name in sorted({*self._readers, *self._catching_up, *self._filtered}):
             if not self._may_read(name):
                 self._withdraw(name)
         for name in sorted(self._unread):
@@ -130,6 +142,10 @@ class Subscriptions:
 
     def _withdraw(self, name: str) -> None:
         error = Forbidden(f"the operator has withdrawn the right to read stream {name}; its subscription has ended")
+        if name in self._filtered:
+            self._filtered.pop(name)()
+            self._end_filtered(name, error)
+            return
         reader = self._readers.pop(name, None)
         if reader is None:  # rows may be on their way to the socket
             self._session.hang_up(CloseReason.FORBIDDEN, f"{error.code}: {error}")
@@ -167,17 +183,48 @@ class Subscriptions:
         name = stream.name
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
+        if command.where is not None and command.linear:
+            raise StreamRefused("a part of a stream has one writer, so it is not read with `linear`; leave that out")
         start = await begin(stream, command.token, self._session.asker, linear=command.linear)
         channel = start.lane.channel
         if channel.held is not None and start.positions == channel.boundary.positions:
             raise channel.held.copy()
         await self._require_still(name)
         self._streams.add(name)
+        if command.where is not None:
+            self._catching_up.add(name)
+            self._session.start(self._follow_part, start, command.where)
+            return
         try:
             self._join(start, extended=True)
         except ReplicadError:  # the stream has ended meanwhile
             self._streams.discard(name)
             raise
+
+    # --- a part of one stream (ours) ---
+
+    async def _follow_part(self, start: Start, where: tuple[str, str]) -> None:
+        name = start.stream.name
+        try:
+            async with self._session.access.catching_up(), self._under_way:
+                self._filtered[name] = await self._filters.follow(
+                    self._session, start, where, lambda error: self._end_filtered(name, error)
+                )
+        except ReplicadError as error:
+            self._end_filtered(name, error)
+        finally:
+            self._catching_up.discard(name)
+
+    def _end_filtered(self, name: str, error: ReplicadError) -> None:
+        """The reading of a part has ended: the client may ask again on this connection."""
+        self._filtered.pop(name, None)
+        self._streams.discard(name)
+        self._session.refuse(error)
+
+    def _stop_filtered(self) -> None:
+        for stop in self._filtered.values():
+            stop()
+        self._filtered.clear()
 
     def _join(self, start: Start, *, extended: bool) -> None:
         """Read the journal from `start` on, after a catch-up from Postgres if needed."""

@@ -24,9 +24,11 @@ from replicad.protocol.connection import CloseReason
 from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.daemons import DaemonReports
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
+from replicad.streams.serving.filters import FilterFeeds
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.recording import Recording
+from replicad.streams.serving.retention import Retention
 from replicad.streams.serving.service import AckService, StreamService, TroubleBook
 from tests.vocabulary import EVERY
 
@@ -119,6 +121,10 @@ class Desk:
         return client
 
 
+async def _trim_nothing(_name: str, _batch: int) -> int:
+    return 0
+
+
 class Streams:
     """The service of streams over a store in memory."""
 
@@ -136,7 +142,11 @@ class Streams:
         acks = AckService(registry, self.publisher.served, self.troubles, pace)
         book = TroubleBook(cast(DaemonReports, store), self.troubles, "example.com", pace)
         recording = Recording(registry, self.troubles, lambda: False, pace)
-        self.service = StreamService(self.publisher, acks, book, poller, pace, recording=recording)
+        filters = FilterFeeds(self.troubles, pace)
+        retention = Retention(self.publisher.streams, _trim_nothing, self.troubles, pace)
+        self.service = StreamService(
+            self.publisher, acks, book, retention, poller, recording=recording, filters=filters, pace=pace
+        )
         self.connect = desk.connect
 
     def why(self, name: str) -> str:

@@ -1,0 +1,257 @@
+"""Readers who want only the changes with one value of a filter: `REPLICATE stream token where=column=value`.
+
+A feed reads the new changes of a stream once for all readers of one filter. Postgres writes the value of the filter
+behind each line, so that readers are looked up by it and no row is parsed. Old changes are read for each reader, by the
+index on the filter. A reader gets a POSITION every few seconds, however few of its rows there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+import trio
+
+from replicad.daemon.session import Session
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError, ReplicadError, RowTooLong, StreamRefused
+from replicad.nurseries import open_plain_nursery
+from replicad.postgres.literals import quote_literal
+from replicad.streams.chunks import Chunk, Enough
+from replicad.streams.commands import Position
+from replicad.streams.row_text import MASTER
+from replicad.streams.serving.intervals import StreamIntervals
+from replicad.streams.serving.served_stream import KIND, ServedStream
+from replicad.streams.serving.starts import Start
+from replicad.streams.table_rows import TableRows
+
+MARK: Final = b"\t"  # before the value, which is JSON of a text and has none
+ALL: Final = b"*"  # in the place of a value, which is JSON: the change concerns every reader (op t and s)
+TRIES: Final = 50  # to read new changes, until the readers are told to begin again
+OLD_ROWS: Final = 2000  # that are read for a reader at a time
+OLD_BYTES: Final = 4 << 20  # the same in bytes, but for one chunk more
+
+
+@dataclass(eq=False, slots=True)
+class FilteredReader:
+    """A reader of one value. `sent`: the last token that it was sent. `end`: called when it gets nothing more."""
+
+    session: Session
+    stream: str
+    value: bytes
+    sent: int
+    end: Callable[[ReplicadError], None]
+
+    def deliver(self, lines: list[bytes]) -> None:
+        """Send the lines of changes that the reader does not have."""
+        if _token(lines[0]) <= self.sent:
+            lines = [line for line in lines if _token(line) > self.sent]
+        if lines:
+            self.session.deliver(b"\n".join([*lines, b""]))
+            self.sent = _token(lines[-1])
+
+    def move(self, position: int) -> None:
+        """Send the position, if the reader was not sent it."""
+        if self.sent < position:
+            line = Position(self.stream, MASTER, self.sent, position).render()
+            self.session.deliver(f"{line}\n".encode())
+            self.sent = position
+
+
+def _token(line: bytes) -> int:
+    return int(line.split(b" ", 4)[3])
+
+
+class FilterFeed:
+    """The new changes of one stream for all readers of one filter. `at`: up to where they were passed on."""
+
+    def __init__(self, stream: ServedStream, number: int, pace: StreamIntervals) -> None:
+        """`number`: of the filter, from 1 on."""
+        self._stream = stream
+        self._number = number
+        self._pace = pace
+        self._lane = stream.lane(linear=False)
+        self._epoch = self._lane.epoch
+        self._readers: defaultdict[bytes, set[FilteredReader]] = defaultdict(set)
+        self._joining = 0
+        self.at = self._lane.channel.boundary.positions[MASTER]
+        self.ended: ReplicadError | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody reads, or is about to."""
+        return bool(self._readers) or self._joining > 0
+
+    async def run(self) -> None:
+        """Pass on changes until nobody reads, or the stream ends or begins another generation."""
+        channel, moved, failures = self._lane.channel, trio.current_time(), 0
+        try:
+            while self.wanted:
+                if channel.ended is not None or self._lane.epoch != self._epoch:
+                    self.ended = channel.ended or StreamRefused(
+                        f"stream {self._stream.name} has begun another generation; resume from your token"
+                    )
+                    return
+                upto = channel.boundary.positions.get(MASTER, self.at)
+                if upto > self.at:
+                    try:
+                        await self._pass_on(upto)
+                        failures = 0
+                    except (DatabaseError, RowTooLong):  # the lane meets it too, and reports it
+                        failures += 1
+                        if failures >= TRIES:
+                            raise
+                        await trio.sleep(self._pace.copy_retry)
+                else:
+                    with trio.move_on_after(self._pace.filtered):
+                        await channel.wait_sealed()
+                if trio.current_time() >= moved + self._pace.filtered:
+                    moved = trio.current_time()
+                    for some in self._readers.values():
+                        for reader in some:
+                            reader.move(self.at)
+        finally:
+            if self.ended is None:
+                self.ended = StreamRefused(f"readers of stream {self._stream.name} begin again; resume from your token")
+            for reader in [one for some in self._readers.values() for one in some]:
+                reader.end(self.ended)
+            self._readers.clear()
+
+    async def _pass_on(self, upto: int) -> None:
+        rows = self._rows(
+            f"(({self._stream.stream.row}) || E'\\t' || CASE WHEN t.op IN ('t', 's') THEN '*' "
+            f"ELSE coalesce(to_json(t.by_{self._number})::text, 'null') END)"
+        )
+
+        async def take(chunk: Chunk) -> None:
+            found: defaultdict[bytes, list[bytes]] = defaultdict(list)
+            for whole in bytes(chunk.data).split(b"\n")[:-1]:
+                line, _, value = whole.rpartition(MARK)
+                if value == ALL:
+                    for each in self._readers:
+                        found[each].append(line)
+                elif value in self._readers:
+                    found[value].append(line)
+            for value, lines in found.items():
+                for reader in self._readers[value]:
+                    reader.deliver(lines)
+            if chunk.token is not None:
+                self.at = chunk.token
+
+        await rows.copy_range(self.at, upto, take)
+        self.at = upto
+
+    async def join(
+        self, session: Session, start: Start, value: str, end: Callable[[ReplicadError], None]
+    ) -> FilteredReader:
+        """Send a reader the old changes after `start`, and let it read from then on.
+
+        Raises:
+            StreamRefused: the stream ended or began another generation meanwhile.
+            DatabaseError: old changes cannot be read.
+        """
+        reader = FilteredReader(session, self._stream.name, json.dumps(value, ensure_ascii=False).encode(), 0, end)
+        reader.sent = reached = start.positions[MASTER]
+        self._joining += 1
+        try:
+            await session.flush()
+            await session.send(start.lines(extended=True))
+            while reached < self.at or self.ended is not None:
+                if self.ended is not None:
+                    raise self.ended
+                reached = await self._send_old(reader, value, reached, self.at)
+            self._readers[reader.value].add(reader)
+        finally:
+            self._joining -= 1
+        return reader
+
+    async def _send_old(self, reader: FilteredReader, value: str, after: int, upto: int) -> int:
+        """Send some old changes in (after, upto]; returns up to where."""
+        rows = self._rows(self._stream.stream.row or "", value)
+        chunks: list[Chunk] = []
+
+        async def collect(chunk: Chunk) -> None:
+            chunks.append(chunk)
+            if sum(len(one.data) for one in chunks) >= OLD_BYTES:
+                raise Enough
+
+        whole = False
+        with suppress(Enough):
+            whole = await rows.copy_range(after, upto, collect, limit=OLD_ROWS) < OLD_ROWS
+        if chunks:
+            await reader.session.send(*(chunk.data for chunk in chunks))
+            reader.sent = after = chunks[-1].token or after
+        return upto if whole else after
+
+    def _rows(self, row: str, value: str | None = None) -> TableRows:
+        """The rows of the stream with this row expression, and with this value of the filter alone."""
+        rows = self._stream.catchup_rows(self._stream.stream)
+        column = f"t.by_{self._number}"
+        everybody = f"{column} IS NULL AND t.op IN ('t', 's')"
+        only = None if value is None else f"({column} = {quote_literal(value)} OR {everybody})"
+        return replace(rows, source=replace(rows.source, row=row, row_type="jsonb", only=only))
+
+    def leave(self, reader: FilteredReader) -> None:
+        """Send the reader nothing more."""
+        some = self._readers.get(reader.value, set())
+        some.discard(reader)
+        if not some:
+            self._readers.pop(reader.value, None)
+
+
+class FilterFeeds:
+    """The feeds of all streams of one daemon."""
+
+    def __init__(self, troubles: Troubles, pace: StreamIntervals) -> None:
+        self._troubles = troubles
+        self._pace = pace
+        self._feeds: dict[tuple[ServedStream, int], FilterFeed] = {}
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        """Run the feeds until cancelled."""
+        async with open_plain_nursery() as self._nursery:
+            await trio.sleep_forever()
+
+    async def follow(
+        self, session: Session, start: Start, where: tuple[str, str], end: Callable[[ReplicadError], None]
+    ) -> Callable[[], None]:
+        """Let a session follow the changes with one value of a filter column (`where`); returns what stops it. `end` is
+        called when the feed ends by itself.
+
+        Raises:
+            StreamRefused: the stream has no such filter, or cannot be served now.
+            DatabaseError: old changes cannot be read.
+        """
+        stream, (column, value) = start.stream, where
+        filters = stream.stream.filters
+        if column not in filters:
+            known = f"its filters are {', '.join(filters)}" if filters else "it has no filters"
+            raise StreamRefused(
+                f"stream {stream.name} has no filter {column[:80]!r}: {known}; a stream gets them when it is added: "
+                "replicad streams add NAME --table TABLE --changes --filter COLUMN"
+            )
+        feed = self._feed(stream, filters.index(column) + 1)
+        reader = await feed.join(session, start, value, end)
+        return lambda: feed.leave(reader)
+
+    def _feed(self, stream: ServedStream, number: int) -> FilterFeed:
+        place = (stream, number)
+        feed = self._feeds.get(place)
+        if feed is None or feed.ended is not None:
+            if self._nursery is None:
+                raise StreamRefused(f"stream {stream.name} is not served yet; try again")
+            feed = self._feeds[place] = FilterFeed(stream, number, self._pace)
+            self._nursery.start_soon(self._run, place, feed.run)
+        return feed
+
+    async def _run(self, place: tuple[ServedStream, int], run: Callable[[], Awaitable[None]]) -> None:
+        try:
+            with self._troubles.contain(KIND, place[0].name, "filters"):
+                await run()
+        finally:
+            self._feeds.pop(place, None)

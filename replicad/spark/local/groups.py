@@ -14,8 +14,9 @@ transaction. It comes again when a row of the other table is written.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +63,16 @@ class TableChanges:
     sink: Sink
     shape: Shape
     changes: Iterable[EnrichedRows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """The changes of several look-ups. Every iteration looks them up again, in bounded pieces."""
+
+    parts: tuple[Iterable[EnrichedRows], ...]
+
+    def __iter__(self) -> Iterator[EnrichedRows]:
+        return itertools.chain.from_iterable(self.parts)
 
 
 class TableGroup(ABC):
@@ -272,7 +283,6 @@ class PostgresTables(TableGroup):
                 raise
             log.debug("written_with_care", error=str(error))
         self._known = None
-        tables = [replace(one, changes=list(one.changes)) for one in tables]
         seen: dict[str, set[str]] = {}
         for number in range(MOST_ROUNDS):
             try:
@@ -424,7 +434,7 @@ def _merged(tables: Sequence[TableChanges], more: Sequence[TableChanges]) -> lis
     by_name = {one.name: one for one in tables}
     for one in more:
         before = by_name.get(one.name)
-        changes = list(one.changes) if before is None else [*before.changes, *one.changes]
+        changes = one.changes if before is None else _Both((before.changes, one.changes))
         by_name[one.name] = replace(one, changes=changes)
     return list(by_name.values())
 

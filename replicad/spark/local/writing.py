@@ -43,7 +43,7 @@ from replicad.protocol.tokens import Cursor
 from replicad.retry import Backoff
 from replicad.spark.checkpoint import LocalCheckpoint
 from replicad.spark.database import connection, forget, quote
-from replicad.spark.enrich import EnrichedRows, Enricher
+from replicad.spark.enrich import PIECE, EnrichedRows, Enricher
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.local.backlog import Backlog
 from replicad.spark.local.config import TRANSACTION, LocalConfig
@@ -483,7 +483,7 @@ class DownstreamThread:
 
             changes = [_changes(work, touches, purged) for work, touches in split]
             if batch.touches.num_rows <= AT_ONCE:
-                changes = [replace(one, changes=list(one.changes)) for one in changes]
+                changes = _looked_up(changes)
             name = BatchId(
                 self._shared.query,
                 self._number,
@@ -738,6 +738,20 @@ class _Again:
 
     def __iter__(self) -> Iterator[EnrichedRows]:
         return self.enricher.changes(self.touches)
+
+
+def _looked_up(tables: list[TableChanges]) -> list[TableChanges]:
+    """The changes with their rows, so that no transaction waits for look-ups; as they are, if the rows are large."""
+    size, done = 0, []
+    for one in tables:
+        held = []
+        for rows in one.changes:
+            size += rows.writes.nbytes
+            if size > PIECE:
+                return tables
+            held.append(rows)
+        done.append(replace(one, changes=held))
+    return done
 
 
 def _joined(found: list[tuple[int, RefusedIds]]) -> list[tuple[int, RefusedIds]]:

@@ -62,6 +62,8 @@ def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
         denied=None,
         proof_key=None,
         trimmed_upto=None,
+        keep_for=None,
+        keep_rows=None,
         max_row=MAX_ROW,
         skipped=(),
         created_at=BEGAN,

@@ -42,6 +42,7 @@ OWNERS = {
     "replicad": (
         "cache_enable cache_disable cache_names "
         "stream_add stream_remove stream_note stream_fork stream_rewind stream_keep "
+        "stream_keep_rules stream_keep_upto stream_trim_kept stream_trimmer_ensure "
         "stream_continue stream_generation_add stream_mark_position stream_writers_ensure stream_writers_discover "
         "stream_writers_retire stream_writers_last stream_writers_idle stream_guard_attach stream_guard_build "
         "stream_guard_detach stream_alter stream_check_parts "

@@ -18,7 +18,7 @@ from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
 OpenClient = Callable[[], AbstractAsyncContextManager[AsyncClient]]
-SETTINGS = WorkerSettings(lease_ttl=2.0, poll=20.0, backoff_first=0.01)
+SETTINGS = WorkerSettings(lease_ttl=6.0, poll=20.0, backoff_first=0.01)
 PARTITIONS = 10
 HELD = """SELECT coalesce(array_agg(n ORDER BY n), '{}') FROM (
     SELECT count(*)::integer AS n FROM tube.tube_lease WHERE holder NOT LIKE 'other%' GROUP BY holder
@@ -139,13 +139,13 @@ async def test_workers_join_and_leave_in_masses_and_some_of_them_get_no_partitio
             await worker(open_worker_client, downstream).run()
 
     async with at_work(queue, downstream) as nursery:
-        first, second = [[trio.CancelScope() for _ in range(number)] for number in (4, 9)]
+        first, second = [[trio.CancelScope() for _ in range(number)] for number in (3, 8)]
         for scope in first + second:
             nursery.start_soon(work, scope)
         await until_held(queue, *[1] * 10)
         for scope in first:
             scope.cancel()
-        await until_held(queue, *[1] * 8, 2)
+        await until_held(queue, *[1] * 6, 2, 2)
         for scope in second[2:]:
             scope.cancel()
         await until_held(queue, 5, 5)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from pyspark.sql import SparkSession
 
 from replicad.spark import pipeline
 from replicad.spark.database import connection, forget
+from replicad.spark.local.engine import run_local
+from replicad.spark.local.file import load_local
 from replicad.spark.pipeline_config import PipelineConfig
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.base import Sink
@@ -161,3 +164,33 @@ def test_a_backfill_and_live_writes_arrive_although_the_daemon_is_killed(
     assert result.distinct >= 3 * ROWS + 100
     again = pipeline.run(config(served, tmp_path, sink, "available_now"), spark)
     assert (again.pods, waiting(served.url)) == (0, 0)
+
+
+def test_a_pipeline_moves_from_one_engine_to_the_other_without_a_backfill(
+    spark: SparkSession, served: Served, database_url: str, tmp_path: Path
+) -> None:
+    make_cities(database_url)
+    first, second, third = ("shard_0001.cities", "shard_0002.cities", "shard_0003.cities")
+    sink = PostgresSink(database_url, "dw.cities")
+    on_spark = config(served, tmp_path, sink, "available_now")
+    psql(database_url, f"UPDATE {first} SET people = 1; UPDATE {second} SET people = 1; UPDATE {third} SET people = 1")
+    pipeline.run(on_spark, spark)
+    assert downstream(database_url) == upstream(database_url)
+
+    psql(database_url, f"UPDATE {first} SET people = 2 WHERE id <= 10; DELETE FROM {second} WHERE id <= 5")
+    file = tmp_path / "cities.toml"
+    file.write_text(
+        f'[source]\ntube = "cities"\nport = {served.port}\n'
+        f'[enrich]\ndatabase = "{database_url}"\ntable = "shard_{{shard:04d}}.cities"\n'
+        '[downstream]\nkind = "postgres"\ntable = "dw.cities"\n'
+        '[run]\nengine = "local"\ncheckpoint = "checkpoint"\n'
+    )
+    moved = run_local(load_local(file))
+    assert (moved.rows_written, moved.rows_deleted) == (10, 5)
+    assert downstream(database_url) == upstream(database_url)
+    assert waiting(database_url) == 0
+
+    psql(database_url, f"UPDATE {third} SET people = 3 WHERE id <= 7; DELETE FROM {first} WHERE id <= 3")
+    back = pipeline.run(replace(on_spark, checkpoint=tmp_path / "new"), spark)
+    assert (back.rows_written, back.rows_deleted) == (7, 3)
+    assert downstream(database_url) == upstream(database_url)

@@ -377,6 +377,12 @@ class DownstreamError(ReplicadError):
     code = "downstream"
 
 
+class DownstreamDiffers(DownstreamError):
+    """Rows downstream are not those of the source."""
+
+    code = "downstream_differs"
+
+
 class DownstreamUnavailable(DownstreamError):
     """It cannot be reached, is full or too busy; trying again may help."""
 

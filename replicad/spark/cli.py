@@ -155,6 +155,51 @@ def init(
     echo(f"now: replicad pipeline run {config}")
 
 
+@command.command(
+    "verify",
+    cls=ReplicadCommand,
+    epilog="""\b
+Examples:
+  replicad pipeline verify shop.toml
+  replicad pipeline verify shop.toml --sample 1%
+  replicad pipeline verify shop.toml --repair""",
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@option("--database", metavar="URL", help="Postgres that has the rows; overrides CONFIG. Also REPLICAD_DATABASE.")
+@option("--sample", metavar="SHARE", default="100%", show_default=True, help="Share of the rows, by pages of 50,000.")
+@option("--wait", metavar="SECONDS", default="60s", show_default=True, help="How long a difference may be in flight.")
+@option("--repair", is_flag=True, help="Touch the ids that differ, so that the pipeline writes them again.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object for each table.")
+def verify(*, config: Path, database: str | None, sample: str, wait: str, repair: bool, as_json: bool) -> None:
+    """Compare all rows of the source with the rows downstream, by key and column.
+
+    CONFIG is the file of the pipeline, which may run meanwhile: rows that are on their way are looked at again.
+    Nothing is written, unless --repair is given. The exit status is 0 if no row differs, else 7.
+    """
+    settings = read_settings(DatabaseSettings, {"database": database})
+
+    from replicad.spark.local import LOCAL, check_packages, engine_of
+
+    check_packages()
+    from replicad.spark import verify as comparing
+    from replicad.spark.local.file import load_local
+    from replicad.spark.pipeline_file import load_config
+
+    if engine_of(config) == LOCAL:
+        loaded = load_local(config, database=settings.database)
+    else:
+        loaded = comparing.as_local(load_config(config, database=settings.database))
+    reports = comparing.verify(
+        replace(loaded, tube_schema=settings.tube_schema),
+        sample=comparing.share(sample),
+        wait=comparing.wait_of(wait),
+        repair=repair,
+    )
+    for report in reports:
+        echo(as_json_line(report.as_dict()) if as_json else comparing.summary(report))
+    comparing.raise_if_different(reports)
+
+
 def summary(result: PipelineResult) -> str:
     """The counts of a run, in one sentence."""
     text = (

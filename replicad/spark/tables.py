@@ -195,6 +195,10 @@ class TableForm:
 
     def query(self, table: str) -> str:
         """SQL that selects the rows of a table with the ids in `$1`, see `Layout.query`."""
+        return self.select(table, self.found)
+
+    def select(self, table: str, condition: str) -> str:
+        """SQL that selects the rows of a table that fulfil a condition."""
         chosen = {name: column.expression for name, column in self.columns.items()}
         reasons = [column.unheld for column in self.columns.values() if column.unheld]
         if reasons:
@@ -202,7 +206,7 @@ class TableForm:
         if self.known:
             chosen[ADDED] = new_columns(table, self.known)
         columns = ", ".join(f"{text} AS {quote(name)}" for name, text in chosen.items())
-        return f"SELECT {columns} FROM {table} WHERE {self.found}"
+        return f"SELECT {columns} FROM {table} WHERE {condition}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +254,14 @@ class Layout:
         A row that Arrow cannot hold has the reason in the column UNHELD. ADDED has the names of columns that are
         in the table but not in the layout. None if no rule covers the shard.
         """
+        located = self.located(shard)
+        return None if located is None else (located[0], located[2].query(located[1]))
+
+    def located(self, shard: int) -> tuple[str | None, str, TableForm] | None:
+        """The database of a shard (see `TableRule.database`), its table, and how that is read."""
         for source in self.sources:
             if shard in source.rule.shards:
-                form = source.others.get(shard, source.form)
-                return source.rule.database, form.query(source.rule.of(shard))
+                return source.rule.database, source.rule.of(shard), source.others.get(shard, source.form)
         return None
 
 

@@ -93,8 +93,12 @@ def tables_of(config: LocalConfig) -> dict[int, TubeTable]:
     return {shard: TubeTable(shard, name, tuple(key), attached) for shard, name, key, attached, _ in rows}
 
 
-def make_work(config: LocalConfig, downstream: str, table: TubeTable | None, keys: str) -> TableWork:
+def make_work(
+    config: LocalConfig, downstream: str, table: TubeTable | None, keys: str, *, prepare: bool = True
+) -> TableWork:
     """Look up a table (None: those of the rules) for a downstream, and prepare its sink. `keys`: the kind of ids.
+
+    `prepare` False: nothing is made or changed, for a caller that only reads.
 
     Raises:
         UsageError, EnvironmentRefused, DatabaseError: it cannot be read or written so.
@@ -113,10 +117,10 @@ def make_work(config: LocalConfig, downstream: str, table: TubeTable | None, key
         place = str(table.shard)
         sink = maker.make(*table.parts)
     checkpoint = LocalCheckpoint(config.checkpoint / "columns" / downstream / place)
-    known = Known.read(checkpoint)
+    known = Known.read(checkpoint) if prepare else Known()
     columns, following = options.columns, False
     if columns is None and config.new_columns != IGNORE:
-        following = True
+        following = prepare
     elif columns is None and known.columns:
         columns = list(known.columns)
     wanted = _wanted(config, table, keys, sink)
@@ -143,10 +147,11 @@ def make_work(config: LocalConfig, downstream: str, table: TubeTable | None, key
         types[layout.id] = layout.known.types[layout.id]  # an integer comes as a bigint, and goes back into its type
     added = frozenset(layout.known.columns).difference(known.columns) if known.columns else frozenset()
     shape = Shape(enricher.schema, layout.id, types, added=added, widened=wider, key=key)
-    sink.check_columns([*layout.schema.names, *KEYS.names])
-    sink.prepare(shape)
-    checkpoint.make()
-    layout.known.write(checkpoint)
+    if prepare:
+        sink.check_columns([*layout.schema.names, *KEYS.names])
+        sink.prepare(shape)
+        checkpoint.make()
+        layout.known.write(checkpoint)
     name, shards = ("*", ALL_SHARDS) if table is None else (table.name, rules[0].shards)
     return TableWork(name, shards, enricher, shape, sink)
 

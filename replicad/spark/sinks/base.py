@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from replicad.errors import DownstreamError, DownstreamUnavailable
 from replicad.spark.enrich import EnrichedRows
@@ -192,6 +193,33 @@ class Sink(ABC):
         """
         del shape, shard, before, limit
         return None
+
+    def rows(
+        self,
+        shape: Shape,
+        shard: int | None,
+        *,
+        after: object = None,
+        limit: int | None = None,
+        ids: pa.Array | None = None,
+    ) -> pa.Table | None:
+        """For `replicad pipeline verify`: rows of a shard (None: of all), in the order of ids (texts by their bytes).
+
+        They have the columns of the shape but `_shard` and `_seq`. Nothing is changed.
+
+        With `ids` those with these ids. Else the first `limit` rows with an id above `after`. None: this downstream
+        cannot be read back.
+        """
+        del shape, shard, after, limit, ids
+        return None
+
+
+def chosen_rows(table: pa.Table, id_: str, after: object, ids: pa.Array | None) -> pa.Table:
+    """The rows of a table that `Sink.rows` wants, in any order and number."""
+    known = table.column(id_)
+    if ids is not None:
+        return table.filter(pc.is_in(known, value_set=ids))
+    return table if after is None else table.filter(pc.greater(known, pa.scalar(after, known.type)))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.checkpoint import local_path
 from replicad.spark.columns import remedy, widens
 from replicad.spark.enrich import EnrichedRows, conform
-from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, written
+from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, chosen_rows, written
 
 STAGING = "_replicad"  # Delta and its VACUUM ignore folders that begin with _
 _GONE = "_replicad_gone"
@@ -192,6 +192,32 @@ class DeltaSink(Sink):
         stale = (pc.field("_shard") == shard) & (pc.field("_seq") < before)
         found = self._table().to_pyarrow_dataset().scanner(columns=[shape.id], filter=stale).head(limit)
         return found.column(shape.id).combine_chunks()
+
+    def rows(
+        self,
+        shape: Shape,
+        shard: int | None,
+        *,
+        after: object = None,
+        limit: int | None = None,
+        ids: pa.Array | None = None,
+    ) -> pa.Table:
+        """See Sink. Ids are read first, and then the rows of a page alone."""
+        table = self._table().to_pyarrow_dataset()
+        id_, chosen = pc.field(shape.id), pc.scalar(True)
+        if shard is not None:
+            chosen = chosen & (pc.field("_shard") == shard)
+        if after is not None and pa.types.is_integer(shape.ids):  # bounds of texts in the log have a type of their own
+            chosen = chosen & (id_ > after)
+        if ids is None:
+            known = chosen_rows(table.to_table(columns=[shape.id], filter=chosen), shape.id, after, None)
+            ids = known.column(shape.id).combine_chunks()
+            if limit is not None:
+                ids = ids.take(pc.sort_indices(ids)[:limit])
+        names = [name for name in shape.schema.names if name not in ("_shard", "_seq")]
+        batches = table.scanner(columns=names, filter=chosen).to_batches()
+        kept = [chosen_rows(pa.table(batch), shape.id, None, ids) for batch in batches]
+        return pa.concat_tables([shape.schema.empty_table().select(names), *kept]).sort_by(shape.id)
 
     def _table(self) -> Any:
         return _deltalake().DeltaTable(self.uri, storage_options=self.storage or None)

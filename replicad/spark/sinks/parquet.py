@@ -31,7 +31,7 @@ from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.checkpoint import local_path
 from replicad.spark.columns import grows, remedy
 from replicad.spark.enrich import EnrichedRows, conform
-from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, written
+from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, chosen_rows, written
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -485,6 +485,31 @@ class ParquetSink(Sink):
                 table = pq.read_table(self.folder / DATA / leaf.file, columns=[shape.id, "_seq"])
                 found.append(table.filter(pc.less(table.column("_seq"), before)).column(shape.id).combine_chunks())
         return pa.concat_arrays([pa.array([], shape.ids), *found])[:limit]
+
+    def rows(
+        self,
+        shape: Shape,
+        shard: int | None,
+        *,
+        after: object = None,
+        limit: int | None = None,
+        ids: pa.Array | None = None,
+    ) -> pa.Table:
+        """See Sink."""
+        found = self._latest()
+        names = [name for name in found.shape.schema.names if name not in ("_shard", "_seq")]
+        kept = [found.shape.schema.empty_table().select(names)]
+        for leaves in found.shards.values() if shard is None else [found.shards.get(shard, ())]:
+            of_shard = 0
+            for at, leaf in enumerate(leaves):
+                if after is not None and at + 1 < len(leaves) and leaves[at + 1].low <= after:
+                    continue
+                if limit is not None and of_shard >= limit:
+                    break
+                table = pq.read_table(self.folder / DATA / leaf.file, schema=found.shape.schema).select(names)
+                kept.append(chosen_rows(table, found.shape.id, after, ids))
+                of_shard += kept[-1].num_rows
+        return pa.concat_tables(kept).sort_by(shape.id).slice(0, limit)
 
     def _latest(self) -> Manifest:
         found = latest(self.folder)

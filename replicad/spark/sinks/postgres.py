@@ -31,8 +31,8 @@ from replicad.errors import (
 )
 from replicad.eventlog import get_logger
 from replicad.spark.columns import COLUMNS, ColumnType
-from replicad.spark.database import PATIENCE, forget, literal, patiently, quote
-from replicad.spark.enrich import EnrichedRows
+from replicad.spark.database import PATIENCE, batches_of, forget, literal, patiently, quote
+from replicad.spark.enrich import EnrichedRows, listed
 from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink
 from replicad.spark.tables import key_among, key_as_text
 from replicad.sqlstates import LOCKED, NOT_OF_A_ROW, means
@@ -389,6 +389,43 @@ class PostgresSink(Sink):
 
         return pa.array([row[0] for row in patiently(self.url, work, patience=self.patience)], shape.ids)
 
+    def rows(
+        self,
+        shape: Shape,
+        shard: int | None,
+        *,
+        after: object = None,
+        limit: int | None = None,
+        ids: pa.Array | None = None,
+    ) -> pa.Table:
+        """See Sink. Values are read in the types of the source."""
+        is_text = pa.types.is_string(shape.ids)
+        key = key_text(shape) if shape.key else quote(shape.id)
+        order = f'({key}) COLLATE "C"' if is_text else key
+        conditions = [] if shape.key or shard is None else [f"_shard = {shard}"]
+        if ids is not None:
+            among = key_found(shape, shape.types) if shape.key else f"{key} = ANY($1)"
+            conditions.append(among.replace("$1", listed(ids)))
+        elif after is not None:
+            conditions.append(f"{order} > {literal(str(after)) if is_text else after}")
+        columns = [f"{key} AS {quote(shape.id)}"]
+        columns += [
+            f"{_as_of_source(field, shape)} AS {quote(field.name)}"
+            for field in shape.schema
+            if field.name not in (shape.id, "_shard", "_seq")
+        ]
+        sql = (
+            f"SELECT {', '.join(columns)} FROM {self.table} WHERE {' AND '.join(conditions) or 'true'} ORDER BY {order}"
+        )
+
+        def work(driver: Any) -> pa.Table:
+            with driver.cursor() as cursor:
+                cursor.execute(sql + (f" LIMIT {limit}" if limit is not None else ""))
+                reader = batches_of(cursor)
+                return pa.Table.from_batches(list(reader), reader.schema)
+
+        return patiently(self.url, work, patience=self.patience)
+
 
 def _key_of(shape: Shape) -> tuple[str, ...]:
     """The columns of the table's key."""
@@ -432,6 +469,13 @@ def _created_as(field: pa.Field, shape: Shape) -> str:
     if field.name in shape.key and known.name in ("smallint", "integer"):
         return known.name
     return _type_of(field)
+
+
+def _as_of_source(field: pa.Field, shape: Shape) -> str:
+    """SQL for a value as the source gives it."""
+    type = shape.types.get(field.name)
+    value = quote(field.name) if type is None else f"{quote(field.name)}::{type}"
+    return f"{value}::text" if pa.types.is_string(field.type) else value
 
 
 def _type_of(field: pa.Field) -> str:

@@ -28,12 +28,14 @@ DEFINERS_OF_PUBLIC = {
     "replicad.stream_unprove": "lets go of a lock of the caller's own session",
     "replicad.stream_held": "shows bounds, which pg_locks shows to every role",
     "replicad.stream_trim_note": "notes what only the owner of the table, who alone may trim it, has trimmed",
+    "replicad.stream_shape_ensure": "describes the present columns of a table, once, in the stream of its changes",
     "sh1.t_touch": ASKS,
     "tube.a_touch": "PUBLIC may not use the schema of the tubes",
 }
 # SECURITY DEFINER, and only who was granted EXECUTE, or a trigger, runs it.
 DEFINERS = {
     "replicad.cache_write": "the right to invalidate caches",
+    "replicad.stream_change_truncated": "a trigger, put on a table by stream_add_changes",
     "tube.a_trigger": "a trigger, put on a table by tube_table_ensure_attached",
     "tube.tube_truncate_trigger": "a trigger, put on a table by tube_table_ensure_attached",
 }
@@ -41,6 +43,10 @@ DEFINERS = {
 OWNERS = {
     "replicad": (
         "cache_enable cache_disable cache_names "
+        "stream_add_changes stream_changes_remove stream_changes_ensure stream_change_function_ensure "
+        "stream_change_lines "
+        "stream_change_truncated stream_changes_look stream_changes_note stream_change_detach stream_snapshot_request "
+        "stream_snapshot_step stream_give stream_belong "
         "stream_add stream_remove stream_note stream_fork stream_rewind stream_keep "
         "stream_keep_rules stream_keep_upto stream_trim_kept stream_trimmer_ensure "
         "stream_continue stream_generation_add stream_mark_position stream_writers_ensure stream_writers_discover "
@@ -121,6 +127,6 @@ async def test_public_may_use_no_table_but_read_what_writers_need(database: Data
         "WHERE n.nspname IN ('replicad', 'tube') AND a.grantee = 0 GROUP BY 1 ORDER BY 1"
     )
     assert {row["name"]: row["rights"] for row in found} == dict.fromkeys(
-        ["stream", "stream_generation", "stream_position", "stream_writer", "writer_member", "writer_sharding",
-            "writer_slot"], "SELECT"
+        ["stream", "stream_changes", "stream_generation", "stream_position", "stream_writer", "writer_member",
+            "writer_sharding", "writer_slot"], "SELECT"
     )  # fmt: skip

@@ -34,8 +34,9 @@ LOOKS = {  # the relations that each role may read something of, beside those th
     WRITER: set[str](),
 }  # fmt: skip
 PUBLIC = {
-    "replicad.stream", "replicad.stream_generation", "replicad.stream_position", "replicad.stream_skip",
-    "replicad.stream_writer", "replicad.writer_member", "replicad.writer_sharding", "replicad.writer_slot",
+    "replicad.stream", "replicad.stream_changes", "replicad.stream_generation", "replicad.stream_position",
+    "replicad.stream_skip", "replicad.stream_writer", "replicad.writer_member",
+    "replicad.writer_sharding", "replicad.writer_slot",
 }  # fmt: skip
 ROUNDS = 8  # calls of each function, with other arguments each
 NO_RELATION = "could not open relation with OID"  # Postgres itself, to whoever looks at the last value of no sequence

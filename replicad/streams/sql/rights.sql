@@ -17,7 +17,7 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
         IF f.proname IN ('stream_add_changes', 'stream_changes_remove', 'stream_changes_ensure', 'stream_change_function_ensure',
-                'stream_change_lines', 'stream_changes_look', 'stream_changes_note', 'stream_change_detach', 'stream_snapshot_request',
+                'stream_change_lines', 'stream_change_truncated', 'stream_changes_look', 'stream_changes_note', 'stream_change_detach', 'stream_snapshot_request',
                 'stream_snapshot_step', 'stream_give', 'stream_belong',
                 'stream_add', 'stream_remove', 'stream_alter', 'stream_max_row', 'stream_sequence_changed',
                 'stream_check', 'stream_check_parts', 'stream_check_row',

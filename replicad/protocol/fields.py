@@ -255,14 +255,15 @@ class Form:
             if not all(words):
                 raise self.refused()
             return {self._rest.name: self._value(self._rest, " ".join(words))} if words else {}
+        if self._options:
+            begin = next((at for at, found in enumerate(words) if "=" in found), len(words))
+            values |= self._read_options(words[begin:])
+            words = words[:begin]
         if self._literal is not None and words and words[-1] == self._literal.usage and not (first and len(words) == 1):
             values[self._literal.name] = True
             words = words[:-1]
         if self._options:
-            keyed = [at for at, found in enumerate(words) if "=" in found or at >= len(self._optional)]
-            begin = keyed[0] if keyed else len(words)
-            values |= self._read_options(words[begin:])
-            words = words[:begin]
+            self._read_options(words[len(self._optional) :])  # which refuses what is no option
         if len(words) > len(self._optional):
             raise self.refused()
         for argument, found in zip(self._optional, words, strict=False):

@@ -15,7 +15,6 @@ import click
 from replicad.config.declaring import BYTES, SECONDS, WHOLE, one_of, parsed, seconds
 from replicad.daemon.figures import StateView
 from replicad.errors import UsageError
-from replicad.streams.picture import kept_words
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, ValueType, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.failures import say
@@ -203,6 +202,8 @@ def alter(
 
 
 def _keep(name: str, keep: float | None, keep_rows: int | None) -> Callable[[Registry], Awaitable[str]]:
+    from replicad.streams.picture import kept_words
+
     async def work(registry: Registry) -> str:
         age = None if keep in (None, FOREVER) else timedelta(seconds=keep or 0)
         await registry.set_keep(name, keep_for=age, keep_rows=keep_rows)

@@ -193,7 +193,8 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
             ),
         ),
         StateColumn(
-            "keep", _LIST | _SHOW | _CONSOLE, lambda one: kept_words(one.stream.keep_for, one.stream.keep_rows),
+            "keep", _LIST | _SHOW | _CONSOLE | _STATUS,
+            lambda one: kept_words(one.stream.keep_for, one.stream.keep_rows),
             label="Keeps",
         ),
         *map(_registered, ("trimmed_upto", "max_row")),

@@ -85,6 +85,7 @@ VALUES: dict[str, Make] = {
     "json_array_5": _array(5),
     "json_object": lambda chance: chance.choice((*JSONS, json.dumps({_word(chance): _integer(chance)}))),
     "names": lambda chance: tuple(_word(chance) for _ in range(chance.choice((1, 3, 100)))),
+    "where": lambda chance: (_word(chance), chance.choice((*WORDS, ""))),
     "numbers": lambda chance: tuple({_word(chance): _integer(chance) for _ in range(3)}.items()),
 }  # fmt: skip
 

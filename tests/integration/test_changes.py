@@ -233,7 +233,7 @@ async def test_two_browsers_with_two_values_see_their_changes_alone(
             await database.execute("UPDATE orders SET note = 'x'")
             assert (await seven.until("update")).data["row"]["key"] == 1
             assert (await eight.until("update")).data["row"]["key"] == 2
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             refused = await ask(daemon.http, "/streams/orders/live?customer=7&note=8")
         assert refused.status == 400
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from abnf import ParseError, Rule
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from replicad.conform.checks import server_checks
+from replicad.errors import LocalProtocolError
 from replicad.protocol.command import Command
 from replicad.protocol.tokens import Vector
 from replicad.protocol.words import Side
@@ -55,7 +56,10 @@ def test_every_line_that_the_code_writes_is_in_the_grammar(grammar: type[Grammar
     @settings(max_examples=examples(20))
     @given(any_of(kind))
     def check(command: Command) -> None:
-        line = command.render()
+        try:
+            line = command.render()
+        except LocalProtocolError:  # such as a token with `=`, which would be an option
+            assume(False)
         assert all(parses(grammar, rule, line) for rule in rules), line
 
     check()

@@ -107,7 +107,10 @@ async def test_a_person_gets_the_list_of_commands_for_three_unknown_words_and_go
         listed = await bench.peer.lines(len(EVERY.of(Side.CLIENT)) + 1)
         assert [line.partition(" ")[0] for line in listed] == ["HELP"] * len(listed)
         assert "**" not in "".join(listed), "a terminal shows no Markdown"
-        assert any(line.startswith("HELP REPLICATE [stream_name] [token|NOW|EARLIEST] [linear]: ") for line in listed)
+        assert any(
+            line.startswith("HELP REPLICATE [stream_name] [token|NOW|EARLIEST] [linear] [where=column=value]: ")
+            for line in listed
+        )
         assert listed[-1] == "HELP"
     await bench.peer.stream.send_all(b"TAKEN events\nHELP TAKEN\n")
     one, end = await bench.peer.lines(2)

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 import pyarrow as pa
 
 from replicad.protocol.tokens import Cursor
-from replicad.spark.local.touchlog import BATCH_IDS, Chunk, TouchLog
+from replicad.spark.local.touchlog import BATCH_IDS, TouchChunk, TouchLog
 from replicad.tubes.columns import schema
 
 
-def chunk(number: int, ids: int = 2) -> Chunk:
+def chunk(number: int, ids: int = 2) -> TouchChunk:
     row = {"seq": number, "op": "U", "shard": 1, "ids": list(range(ids)), "payload": None, "ts": datetime.now(UTC)}
-    return Chunk.of(number, [pa.RecordBatch.from_pylist([row], schema=schema(payload=True))], Cursor(number, 0))
+    return TouchChunk.of(number, [pa.RecordBatch.from_pylist([row], schema=schema(payload=True))], Cursor(number, 0))
 
 
 def log_of(*numbers: int, ids: int = 2) -> TouchLog:
@@ -23,7 +23,7 @@ def log_of(*numbers: int, ids: int = 2) -> TouchLog:
     return made
 
 
-def numbers(chunks: list[Chunk]) -> list[int]:
+def numbers(chunks: list[TouchChunk]) -> list[int]:
     return [one.number for one in chunks]
 
 

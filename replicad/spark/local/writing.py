@@ -56,7 +56,7 @@ from replicad.spark.pipeline_config import AVAILABLE_NOW
 from replicad.spark.reports import BatchReport, PipelineResult, Reporter
 from replicad.spark.sinks.base import Applied, BatchId
 from replicad.spark.touches import Control, deduplicate, touch_schema
-from replicad.sqlstates import CONSTRAINT_OF_OTHERS, means
+from replicad.sqlstates import CONSTRAINT_OF_OTHERS, NO_TABLE, means
 
 STATE = "replicad-local"  # in the checkpoint
 GARBAGE = 50_000  # stale ids in one step
@@ -516,7 +516,7 @@ class DownstreamThread:
                         return self._split(touches)
                 name = table.name if table is not None else f"of shard {shard}"
                 raise TableUnreadable(
-                    f"table {name} is not attached to tube {self._config.tube} any more", sqlstate="42P01"
+                    f"table {name} is not attached to tube {self._config.tube} any more", sqlstate=NO_TABLE[0]
                 )
             found.append((work, mine))
         return found

@@ -25,7 +25,7 @@ def group() -> None:
     \b
       replicad tubes pg-tube mirror     records in tubes here what pg-tube records
       replicad tubes pg-tube check      what is mirrored, and the next step
-      replicad tubes pg-tube move       attaches the tables here, and detaches them there
+      replicad tubes pg-tube move       attaches the tables here, not there
 
     replicad needs a schema of its own, for example --tube-schema replicad_tube.
     """

@@ -40,9 +40,9 @@ async def make(db: Database, rows: int = 50, table: str = "CREATE TABLE app.even
     await Registry(db).add("events", "app.events", "id")
 
 
-async def ids(db: Database, wanted: list[int]) -> None:
+async def ids(db: Database, wanted: list[int], table: str = "app.events") -> None:
     with trio.fail_after(PATIENCE):
-        while (found := await db.fetch_value("SELECT array_agg(id ORDER BY id) FROM app.events")) != wanted:
+        while (found := await db.fetch_value(f"SELECT array_agg(id ORDER BY id) FROM {table}")) != wanted:
             assert set(wanted) <= set(found or ()), found
             await trio.sleep(0.02)
 
@@ -100,6 +100,22 @@ async def test_whole_partitions_are_dropped(daemon: Daemon, database: Database) 
     await ids(database, list(range(26, 51)))
     left = "SELECT array_agg(inhrelid::regclass::text ORDER BY 1) FROM pg_inherits WHERE inhparent = $1::text::regclass"
     assert await database.fetch_value(left, "app.events") == [f"app.events_{n}" for n in range(2, 6)]
+    assert daemon.troubles.why("stream", "events") is None
+
+
+async def test_the_daemons_role_may_own_the_table_and_give_it_away(
+    daemon: Daemon, database: Database, database_url: str
+) -> None:
+    psql(database_url, f"GRANT CREATE ON SCHEMA public TO {DAEMON}")
+    await database.execute(f"SET ROLE {DAEMON}; CREATE TABLE events (id bigserial PRIMARY KEY)")
+    await database.execute("INSERT INTO events SELECT FROM generate_series(1, 50)")
+    await Registry(database).add("events", "public.events", "id")
+    await Registry(database).set_keep("events", keep_for=None, keep_rows=10)
+    await database.execute("RESET ROLE")
+    await ids(database, list(range(41, 51)), "public.events")
+    psql(database_url, f"ALTER TABLE events OWNER TO {OWNER}")
+    psql(database_url, "INSERT INTO events DEFAULT VALUES")
+    await ids(database, list(range(42, 52)), "public.events")
     assert daemon.troubles.why("stream", "events") is None
 
 

@@ -137,12 +137,13 @@ DECLARE
     role name := pg_get_userbyid(owner);
     home name := current_schema();
     keeper name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace n WHERE n.nspname = home);
-    signature text := format('%I.%I(oid, name, bigint, oid)', home, 'trimmer_1_' || md5(role));
+    signature text;
     granted boolean;
 BEGIN
     IF owner IS NULL OR stream_trimmer(owner) IS NOT NULL THEN
         RETURN;
     END IF;
+    signature := format('%I.%I(oid, name, bigint, oid)', home, 'trimmer_1_' || md5(role));
     granted := has_schema_privilege(owner, home, 'CREATE');
     EXECUTE format('DROP FUNCTION IF EXISTS %s', signature);
     EXECUTE format('CREATE FUNCTION %I.%I(tbl oid, id_column name, upto bigint, part oid) RETURNS bigint'
@@ -240,6 +241,7 @@ BEGIN
     EXECUTE format('LOCK TABLE %s IN ROW EXCLUSIVE MODE', stream_qualified(s.relation)) ;  -- from here on nobody adds a trigger
     PERFORM stream_refuse(stream_trim_fault(s.relation), format('let the owner of the table remove rows: replicad streams trim %s',
         stream_shell(s.name))) WHERE stream_trim_fault(s.relation) IS NOT NULL;
+    PERFORM stream_trimmer_ensure(s.relation);  -- the table may have another owner since the rules were set
     FOR part IN
         SELECT c.oid, (regexp_match(pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES FROM \(''?[^'',]*''?\) TO \(''?(-?[0-9]+)''?\)'))[1]::bigint - 1
             AS last

@@ -46,10 +46,11 @@ from replicad.presence.repository import PresenceRepository
 from replicad.presence.service import PresenceIntervals
 from replicad.retry import Backoff
 from replicad.streams.daemons import DaemonReports
-from replicad.streams.registry import Registry
+from replicad.streams.registry import RecordedChanges, Registry
 from replicad.streams.rows import RowSource
 from replicad.streams.serving import audit, catchups
 from replicad.streams.serving.audit import Audit
+from replicad.streams.serving.filters import FilterFeed
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.tubes.backfill import Backfiller, BackfillIntervals
 from replicad.tubes.leases import LeaseBook
@@ -97,6 +98,8 @@ def paces() -> Paces:
             troubles=0.01,
             refresh=0.05,
             late_look=0.05,
+            changes=0.05,
+            keep=0.05,
             restarts=restarts,
         ),
         TubeIntervals(look=0.05, backfills=BackfillIntervals(retry=0.02, retry_max=0.02), restarts=restarts),
@@ -293,6 +296,28 @@ async def read_old_rows(world: World) -> None:
             await nc.until("RDATA victim .*|ERROR .*")
 
 
+async def record_victim(world: World) -> None:
+    """Let the changes of a table of the victim be a stream too; repeated, it changes nothing."""
+    await Registry(world.database).add_changes("changes", "victim_1.t", RecordedChanges(filters=("id",)))
+
+
+async def read_changes_of_victim(world: World) -> None:
+    """A client that reads a part of the changes; a failure ends its connection."""
+    await record_victim(world)
+    number = next(numbers)
+    with suppress(OSError, EOFError, trio.BrokenResourceError):
+        async with netcat_to(world.daemon) as nc:
+            await nc.send(f"REPLICATE changes NOW where=id={number}")
+            if (await nc.until("POSITION changes .*|ERROR .*"))[-1].startswith("POSITION"):
+                await world.database.execute(f"INSERT INTO victim_1.t VALUES ({number})")
+                await nc.until("RDATA changes .*|ERROR .*")
+
+
+async def keep_rows_of_victim(world: World) -> None:
+    """By a rule that lets no row go."""
+    await Registry(world.database).set_keep("victim", keep_for=None, keep_rows=1_000_000)
+
+
 async def scrape(world: World) -> None:
     assert world.daemon.http is not None
     async with await trio.open_tcp_stream(world.daemon.http.host, world.daemon.http.port) as stream:
@@ -322,6 +347,10 @@ def rings(self: Connection, sql: str, *_: object) -> bool:
 def asks_for_wal(self: Database, sql: str, *_: object) -> bool:
     """Again and again, as this role may not hear of WAL. Errors of the database are no failures of the listener."""
     return sql == wal._MAY_LISTEN
+
+
+def trims_by_rules(_: Database, sql: str, *args: object) -> bool:
+    return "stream_trim_kept" in sql
 
 
 def by_its_own_task(*_: object) -> bool:
@@ -358,6 +387,10 @@ FAULTS = (
     Fault("late rows of a stream", "late_rows", Audit, "look", nothing, of_victim),
     Fault("catch-ups", "catch-ups", catchups.Catchups, "_sweep", read_old_rows),
     Fault("catch-up", "catch-ups", RowSource, "copy_range", read_old_rows, of_victim, codes=DEFECTS),
+    Fault("changes", "changes", Registry, "look_after_changes", record_victim),
+    Fault("snapshots", "snapshots", Registry, "snapshots", record_victim),
+    Fault("parts of streams", "filters", FilterFeed, "_pass_on", read_changes_of_victim, codes=DEFECTS),
+    Fault("retention", "retention", Database, "fetch", keep_rows_of_victim, trims_by_rules),
     Fault("tubes' loop", "tubes", PodBook, "tubes"),
     Fault("history of tubes", "tube history", KnownTubes, "look", find_fork_of_tubes, by_its_own_task),
     Fault("triggers", "tubes", Database, "fetch", nothing, lambda _, sql, *args: "untouched AS" in sql),

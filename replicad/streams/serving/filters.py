@@ -251,7 +251,7 @@ class FilterFeeds:
 
     async def _run(self, place: tuple[ServedStream, int], run: Callable[[], Awaitable[None]]) -> None:
         try:
-            with self._troubles.contain(KIND, place[0].name, "filters"):
+            with self._troubles.contain_and_record(KIND, place[0].name, "filters"):  # its readers begin again
                 await run()
         finally:
             self._feeds.pop(place, None)

@@ -29,8 +29,8 @@ class Recording:
     async def look(self) -> None:
         """Look regularly until cancelled. What a daemon may not do, or what was missed, is a trouble of the stream."""
         while True:
-            if self._wanted() or self._troubles.names(KIND):
-                with self._troubles.contain("service", KIND, "look"):
+            with self._troubles.contain("service", KIND, "look"):
+                if self._wanted() or self._troubles.names(KIND):
                     found = dict(await self._registry.look_after_changes())
                     for name in self._troubles.names(KIND) - found.keys():
                         self._troubles.forget(KIND, name)
@@ -41,8 +41,8 @@ class Recording:
     async def send_snapshots(self) -> None:
         """Send the unfinished snapshots until cancelled, beside other processes that do it."""
         while True:
-            if self._wanted():
-                with self._troubles.contain("service", KIND, "snapshots"):
+            with self._troubles.contain("service", KIND, "snapshots"):
+                if self._wanted():
                     await self._send()
             await trio.sleep(self._pace.changes)
 

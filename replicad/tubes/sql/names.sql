@@ -54,9 +54,10 @@ LANGUAGE sql STABLE ROWS 2 SET search_path FROM CURRENT AS $$
     SELECT member::regclass FROM tree GROUP BY member ORDER BY min(depth), member
 $$;
 
--- tube_find(tube): its row in tube_registry. Raises RT001. Writes nothing.
+-- tube_find(tube): its row in tube_registry. Raises RT001. Writes nothing. It is volatile, so that its snapshot is taken
+-- after its lock: where it waits for the restore of a dump, it sees the rows of the restored tube_registry.
 CREATE OR REPLACE FUNCTION tube_find(tube text) RETURNS tube_registry
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     found_tube tube_registry;
 BEGIN

@@ -138,3 +138,19 @@ async def test_code_of_the_tables_owner_is_never_run_by_a_daemon(daemon: Daemon,
         while "trigger late" not in (daemon.troubles.why("stream", "events") or ""):
             await trio.sleep(0.02)
     assert await database.fetch_value("SELECT count(*) FROM app.events") == 41
+
+
+async def test_old_changes_of_a_stream_of_changes_go_too(daemon: Daemon, database: Database, database_url: str) -> None:
+    """Its table belongs to the role of the daemon, so that role itself removes the rows."""
+    await database.execute(f"SET ROLE {OWNER}; CREATE TABLE app.orders (id uuid PRIMARY KEY, note text); RESET ROLE")
+    options = ("--table", "app.orders", "--changes", "--keep-rows", "10", "--database", database_url)
+    done = await replicad_async("streams", "add", "orders", *options)
+    assert done.returncode == 0, done.stderr
+    await database.execute("INSERT INTO app.orders SELECT gen_random_uuid() FROM generate_series(1, 50)")
+    await database.execute("UPDATE app.orders SET note = 'x'")
+    name = await database.fetch_value("SELECT relation::regclass::text FROM replicad.stream WHERE name = 'orders'")
+    with trio.fail_after(PATIENCE):
+        while await database.fetch_value(f"SELECT count(*) FROM {name}") != 10:
+            await trio.sleep(0.02)
+    assert await database.fetch_value(f"SELECT count(*) FROM {name} WHERE op = 'u'") == 10
+    assert daemon.troubles.why("stream", "orders") is None

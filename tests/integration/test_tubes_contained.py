@@ -172,18 +172,20 @@ def cli_rows(url: str) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("paces", [Paces(tubes=TubeIntervals(backfills=BackfillIntervals(retry=1.0)))])
-async def test_a_broken_touch_function_fails_the_backfill_of_its_tube_only_and_until_it_is_mended(
+async def test_a_tube_that_takes_no_ids_fails_its_own_backfill_only_and_until_it_is_mended(
     tubes: Database, daemon: Daemon, netcat: Connect
 ) -> None:
-    name = "tube.bad_touch(integer, bigint[], character, jsonb, integer)"
-    source = await tubes.fetch_value("SELECT pg_get_functiondef($1::text::regprocedure)", name)
-    await tubes.execute(source.replace("BEGIN", "BEGIN RAISE EXCEPTION 'out of order';", 1))
+    await tubes.execute(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'out of order'; END $$;"
+        "CREATE TRIGGER broken BEFORE INSERT ON tube.bad FOR EACH ROW WHEN (cardinality(NEW.ids) > 0)"
+        " EXECUTE FUNCTION broken()"
+    )
     await tubes.fetch_value("SELECT tube.tube_backfill_schedule('bad', 'id', 0, 0)")
     await until_true(lambda: "out of order" in (daemon.troubles.why("tube", "bad") or ""))
     async with netcat() as nc:
         await nc.expect("SERVER .*")
         await use(nc, tubes, await claim(nc, "good"), 1001)
-    await tubes.execute(source)
+    await tubes.execute("DROP TRIGGER broken ON tube.bad")
     await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from uuid import uuid4
 
+import pytest
+
+from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
 from replicad.streams import daemons
 from replicad.streams.daemons import DaemonReports
@@ -45,3 +48,14 @@ async def test_a_daemon_is_alive_then_silent_then_left_out_and_one_that_stops_is
     assert await database.fetch_value("SELECT count(*) FROM replicad.stream_daemon WHERE name = 'd'") == 0
     await DaemonReports(database).leave(daemons.Life(life, "a", 7, [], "0.1.0"))
     assert "a" not in await states()
+
+
+async def test_no_trouble_is_written_while_a_dump_brings_the_table_which_has_no_primary_key_yet(
+    database: Database,
+) -> None:
+    """The dump brings the daemon's own rows of before: beside new ones the primary key could not be made."""
+    write = "SELECT replicad.stream_trouble_write('a', '{tube}', '{items}', '{missed}', '{data_loss}', '{why}', '{1}')"
+    await database.execute(write)
+    await database.execute("ALTER TABLE replicad.stream_trouble DROP CONSTRAINT stream_trouble_pkey")
+    with pytest.raises(DatabaseError, match="stream_trouble_pkey"):
+        await database.execute(write)

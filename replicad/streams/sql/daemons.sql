@@ -15,7 +15,7 @@ BEGIN
     SELECT stream_trouble_write.daemon, n.kind, n.name, n.cause, n.code, n.reason,
         stream_trouble_write.at - make_interval(secs => n.age), stream_trouble_write.at
     FROM unnest(kinds, names, causes, codes, reasons, ages) AS n (kind, name, cause, code, reason, age)
-    ON CONFLICT DO NOTHING;
+    ON CONFLICT ON CONSTRAINT stream_trouble_pkey DO NOTHING;  -- an error while a dump is restored, which brings rows
 END
 $$;
 

@@ -169,10 +169,10 @@ def _more_connections(error: BaseException, target: Target) -> str:
     """Whose limit is reached, and how it is raised. Postgres has one for the server, each database and each role."""
     text = _text(error)
     limit = "raise it by ALTER {0} CONNECTION LIMIT N as a superuser, or lower the pool sizes"
-    if "for role" in text:
+    if "connections for role" in text:  # slots that are "reserved for roles" are the limit of the server
         what = f"ROLE {quote_ident(target.user)}"
         return f'the CONNECTION LIMIT of role "{target.user}" is reached: {limit.format(what)}'
-    if "for database" in text:
+    if "connections for database" in text:
         what = f"DATABASE {quote_ident(target.database)}"
         return f'the CONNECTION LIMIT of database "{target.database}" is reached: {limit.format(what)}'
     return "raise max_connections or lower the pool sizes"

@@ -503,7 +503,7 @@ async def test_full_server_is_unavailable_and_says_what_to_raise(tcp_server: tup
             for _ in range(20):
                 nursery.start_soon(use)
         assert told
-        assert all("raise max_connections" in sentence for sentence in told)
+        assert all("raise max_connections" in sentence for sentence in told), told
         assert await db.fetch_value("SELECT 1") == 1
 
 

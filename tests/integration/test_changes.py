@@ -206,8 +206,8 @@ async def test_a_filtered_reader_resumes_and_has_each_change_of_its_value_once(
             "REPLICATE orders where=note=7",
             "stream_refused: stream orders has no filter 'note': its filters are customer;.*",
         ),
-        ("REPLICATE orders linear where=customer=7", "bad_token: .*"),
-        ("REPLICATE orders where=customer=7 linear", "stream_refused: .*linear.*"),
+        ("REPLICATE orders where=customer=7 linear", "bad_line: .*unknown or repeated option 'linear'.*"),
+        ("REPLICATE orders linear where=customer=7", "stream_refused: .*linear.*"),
         ("REPLICATE orders where=7", "bad_line: .*column=value.*"),
     ],
 )

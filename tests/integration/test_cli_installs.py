@@ -46,6 +46,10 @@ READERS = {
     "streams trim": "events --older-than 1h",
     "streams acks": "events",
     "streams skip": "events 1 --yes",
+    "streams snapshot": "events",
+    "tubes pg-tube check": "",
+    "tubes pg-tube mirror": "",
+    "tubes pg-tube move": "",
     "streams alter": "events --max-row 1048576",
     "streams writers": "events",
     "sharding enable": "events",  # installs for a stream that exists, and here is none
@@ -90,6 +94,9 @@ ELSEWHERE = {
     "serve": "installs; it runs until a signal, and many tests start it",
     "psql": "runs what the user types",
     "demo": "has a database of its own, and `serve` installs in it",
+    "conform": "speaks to a server that need not be ours",
+    "pipeline init": "attaches tables in a database that a daemon has been started with; test_local_pipeline tries it",
+    "pipeline verify": "reads the database that its configuration names; test_verify tries it",
     "pipeline run": "talks to the daemon; its configuration names the database of the rows, which it reads",
 }
 

@@ -134,7 +134,13 @@ async def test_a_stream_that_is_removed_and_added_again_is_another_one(
 
 @pytest.mark.parametrize(
     ("state", "fewer"),
-    [("alive", (1, 0, -5)), ("down", (-5,)), ("suspended", (0,)), long("down", (1, 0)), long("suspended", (1, -5))],
+    [
+        ("alive", (1, 0, -5)),
+        ("down", (-5,)),
+        long("suspended", (0,)),
+        long("down", (1, 0)),
+        long("suspended", (1, -5)),
+    ],
 )
 async def test_a_table_that_begins_its_ids_again_and_climbs_on_in_one_transaction_is_sent_in_full(
     postgres_folder: Path, fork_template: Path, state: str, fewer: tuple[int, ...]

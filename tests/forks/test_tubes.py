@@ -210,8 +210,21 @@ async def prepare(world: World, how: str) -> Back:
     return restore
 
 
-@pytest.mark.parametrize("policy", ["report", "backfill"])
-@pytest.mark.parametrize("how", ["promotion", "copy", "dump", "dump_at_once", "reload"])
+@pytest.mark.parametrize(
+    ("how", "policy"),
+    [
+        ("promotion", "report"),
+        ("copy", "backfill"),
+        ("dump", "report"),
+        ("dump_at_once", "backfill"),
+        ("reload", "report"),
+        long("promotion", "backfill"),
+        long("copy", "report"),
+        long("dump", "backfill"),
+        long("dump_at_once", "report"),
+        long("reload", "backfill"),
+    ],
+)
 async def test_pods_with_the_numbers_of_lost_pods_are_not_lost_and_what_was_passed_on_is_mended(
     postgres_folder: Path, fork_template: Path, how: str, policy: str
 ) -> None:
@@ -353,7 +366,7 @@ async def mended(world: World) -> bool:
     return world.state() == "ok" and await world.equal()
 
 
-@pytest.mark.parametrize("seed", [1, 2, *map(long, range(3, 20))])
+@pytest.mark.parametrize("seed", [1, *map(long, range(2, 20))])
 async def test_whatever_happens_to_the_history_of_a_tube_the_downstream_ends_equal_to_the_source(
     postgres_folder: Path, fork_template: Path, seed: int
 ) -> None:

@@ -285,7 +285,7 @@ async def test_a_fork_makes_what_was_sent_above_the_shared_position_void(
     assert daemon.publisher.served["events"].tally.skipped == 0
 
 
-@pytest.mark.parametrize("rows", [1, 20_000])
+@pytest.mark.parametrize("rows", [1, pytest.param(20_000, marks=pytest.mark.long)])
 async def test_rows_that_turn_up_far_below_the_position_are_delivered(
     events: Database, daemon: Daemon, netcat: Connect, rows: int
 ) -> None:

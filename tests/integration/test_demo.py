@@ -104,7 +104,11 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [("1. Starting", signal.SIGINT), ("3. Starting the daemon", signal.SIGTERM), ("Spark is starting", signal.SIGINT)],
+    [
+        ("Spark is starting", signal.SIGINT),
+        pytest.param("1. Starting", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("3. Starting the daemon", signal.SIGTERM, marks=pytest.mark.long),
+    ],
 )
 def test_an_interrupt_leaves_no_process_behind(folder: Path, moment: str, number: signal.Signals) -> None:
     with demo(folder) as run:

@@ -33,6 +33,8 @@ from tests.conftest import PATIENCE, _named, psql
 from tests.everyday import APP, EVENTS, OPERATOR, OWNER, STREAM_TABLE, TUBE_TABLE, Event
 from tests.roles import DAEMON, as_role
 
+pytestmark = pytest.mark.xdist_group("everyday")  # one process makes the world, not each
+
 VIEWS = ("lists", "doctor", "ready", "metrics")
 ROLES = {"daemon": DAEMON, "app": APP, "owner": OWNER}
 

@@ -61,7 +61,7 @@ async def test_rows_of_all_types_and_keys_are_equal_in_every_downstream(shop: Sh
     raise_if_different(reports)
 
 
-@pytest.mark.parametrize("page", [7, 50_000])
+@pytest.mark.parametrize("page", [pytest.param(7, marks=pytest.mark.long), 50_000])
 async def test_each_row_that_differs_is_found_and_repaired(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, page: int
 ) -> None:

@@ -88,7 +88,13 @@ def source(served: Served, kind: Kind) -> dict[str, int]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "downstream"),
-    [("uuid", "postgres"), ("several", "postgres"), ("several", "parquet"), ("date", "delta"), ("bytea", "parquet")],
+    [
+        ("uuid", "postgres"),
+        ("several", "parquet"),
+        pytest.param("several", "postgres", marks=pytest.mark.long),
+        pytest.param("date", "delta", marks=pytest.mark.long),
+        pytest.param("bytea", "parquet", marks=pytest.mark.long),
+    ],
 )
 def test_writes_deletes_and_garbage_reach_the_downstream(
     spark: SparkSession, served: Served, tmp_path: Path, name: str, downstream: str

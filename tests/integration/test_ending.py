@@ -79,14 +79,19 @@ async def test_a_worker_gives_its_leases_back_on_sigterm(
 ) -> None:
     await database.execute("SELECT tube.tube_ensure_exists('queue', 2)")
     leases = "SELECT count(*) FROM tube.tube_lease"
+    await database.execute("SELECT tube.queue_touch(shard, '{1}', 'T') FROM generate_series(0, 1) shard")
     with started(WORKER.format(library=library, run=RUNS[library]), daemon, database_url) as process:
         await until(database, leases, 2, process)
+        await until(database, "SELECT count(*) FROM tube.queue", 0, process)  # so it knows both of its leases
         await ended(process)
         assert await database.fetch_value(leases) == 0
 
 
 async def test_presence_is_cleared_on_sigterm(database: Database, daemon: Daemon, database_url: str) -> None:
     await PresenceRepository(database, "replicad").enable()
+    with trio.fail_after(PATIENCE):
+        while daemon.presence.statistics().roster is None:  # it has noticed
+            await trio.sleep(0.01)
     syncing = "SELECT count(*) FROM replicad.presence_seen"
     with started(PRESENCE, daemon, database_url) as process:
         await until(database, syncing, 1, process)

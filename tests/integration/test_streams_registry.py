@@ -217,8 +217,11 @@ async def test_a_stream_whose_table_or_sequence_changed_says_why_it_cannot_be_se
     stream = (await Registry(db).add("events", "events", "id", instance_column="instance_name")).stream
     for change, fault in (
         ("ALTER SEQUENCE events_id_seq CACHE 5", "CACHE 5.*ALTER SEQUENCE public.events_id_seq CACHE 1"),
-        ("ALTER TABLE events DROP instance_name", "no column instance_name any more; remove the stream"),
-        ("DROP TABLE events", r"dropped; run: SELECT replicad\.stream_remove\('events'\)"),
+        (
+            "ALTER TABLE events DROP instance_name",
+            "no column instance_name any more; rename it back, or run: replicad streams remove events --yes",
+        ),
+        ("DROP TABLE events", "dropped; run: replicad streams remove events --yes"),
     ):
         await db.execute(change)
         stream = await Registry(db).load_stream("events")

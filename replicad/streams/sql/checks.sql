@@ -19,7 +19,8 @@ BEGIN
         remedy := format('run: ALTER SEQUENCE %s CACHE 1', sequence);
     ELSIF s.seqincrement < 0 THEN
         problem := format('sequence %s counts downwards (INCREMENT %s)', sequence, s.seqincrement);
-        remedy := format('run: ALTER SEQUENCE %s INCREMENT BY 1, and setval above all ids', sequence);
+        remedy := format('let it count upwards and begin above all ids: ALTER SEQUENCE %s INCREMENT BY 1, and setval()',
+            sequence);
     ELSIF s.seqcycle THEN
         problem := format('sequence %s starts again at its end (CYCLE)', sequence);
         remedy := format('run: ALTER SEQUENCE %s NO CYCLE', sequence);

@@ -174,7 +174,7 @@ def verify(*, config: Path, database: str | None, sample: str, wait: str, repair
     """Compare all rows of the source with the rows downstream, by key and column.
 
     CONFIG is the file of the pipeline, which may run meanwhile: rows that are on their way are looked at again.
-    Nothing is written, unless --repair is given. The exit status is 0 if no row differs, else 7.
+    Nothing is written, unless --repair is given. The exit status is 0 if every row is equal, else 7.
     """
     settings = read_settings(DatabaseSettings, {"database": database})
 

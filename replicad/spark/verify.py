@@ -185,9 +185,16 @@ def wait_of(text: str) -> float:
 
 
 def raise_if_different(reports: Iterable[TableReport]) -> None:
-    """Raises DownstreamDiffers with the sums, if some rows differ and are not in flight."""
+    """Raises DownstreamDiffers with the sums, if some rows differ, or are in flight: then they are not known."""
+    reports = list(reports)
     found = [report for report in reports if report.differing]
     if not found:
+        in_flight = sum(report.in_flight for report in reports)
+        if in_flight:
+            raise DownstreamDiffers(
+                f"{in_flight:,} rows differ and are in flight: their pods were not acked within --wait, or a backfill "
+                "is under way; is the pipeline running? Verify again when the tube is empty (replicad tubes stats)"
+            )
         return
     sums = {kind: sum(len(getattr(report, kind)) for report in found) for kind in (MISSING, EXTRA, DIFFERENT)}
     counts = ", ".join(f"{number:,} {kind}" for kind, number in sums.items() if number)
@@ -494,4 +501,5 @@ def summary(report: TableReport) -> str:
         "touched": report.touched,
     }
     text = ", ".join(f"{number:,} {name}" for name, number in counts.items() if number or name == "rows")
-    return f"{report.downstream}: {report.table}: {text}{'' if report.differing else ', equal'}"
+    equal = "" if report.differing else ", the others equal" if report.in_flight or report.unheld else ", equal"
+    return f"{report.downstream}: {report.table}: {text}{equal}"

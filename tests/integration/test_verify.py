@@ -92,6 +92,8 @@ async def test_a_row_that_is_on_its_way_does_not_differ(shop: Shop) -> None:
     reports = verify(shop.config, wait=0)
     assert found(reports) == {}
     assert sum(one.in_flight for one in reports) == 3 * (9 + 7)
+    with pytest.raises(DownstreamDiffers, match=r"48 rows differ and are in flight.*is the pipeline running"):
+        raise_if_different(reports)
     assert "9 in flight" in summary(next(one for one in reports if one.table == "public.customer"))
     await trio.to_thread.run_sync(shop.run)
     assert sum(one.in_flight for one in verify(shop.config, wait=0)) == 0
@@ -102,7 +104,7 @@ async def test_nothing_differs_while_a_backfill_is_under_way(shop: Shop, monkeyp
     psql(shop.source, UNSEEN + "DELETE FROM customer WHERE id = 3")
     report = next(one for one in verify(shop.config, wait=0) if one.table == "public.customer")
     assert (report.differing, report.in_flight) == (0, 1)
-    assert summary(report).endswith("1 in flight (a backfill is under way), equal")
+    assert summary(report).endswith("1 in flight (a backfill is under way), the others equal")
 
 
 async def test_a_row_that_does_not_pass_the_predicate_may_be_missing(shop: Shop) -> None:

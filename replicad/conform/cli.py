@@ -79,7 +79,8 @@ def command(
     """Run black-box checks of protocol.md against a server, or play a faulty server to a client.
 
     Each check names the sentence of protocol.md that it checks. A check that needs a stream, a tube or a command to
-    write with does not run without it, and is counted as not run. The exit status is 1 if a check has failed.
+    write with does not run without it, and is counted as not run. The exit status is 1 if one has failed, or none has
+    passed.
 
     A client is a command with {server}, {stream} and {token} in it ({server} and {tube}: a worker). It prints a JSON
     object for each row as `replicad tail --json` does. docs/conformance.md describes both.
@@ -122,7 +123,7 @@ def command(
         rest = "".join(f", {counted[outcome]} {outcome}" for outcome in ("failed", "not run") if counted[outcome])
         unseen = f", {len(left_out)} left out by --quick" if left_out else ""
         echo(f"{counted['passed']} passed{rest}{unseen}")
-    if counted["failed"]:
+    if counted["failed"] or not counted["passed"]:
         raise SystemExit(1)
 
 

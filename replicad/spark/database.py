@@ -137,14 +137,15 @@ def patiently(
             raise
         except Exception as error:
             forget(url, transactional=transactional)
-            known = error if isinstance(error, DatabaseError) else _driver_error(error)
+            known = error if isinstance(error, DatabaseError) else driver_error(error)
             if not isinstance(known, DatabaseUnavailable) or not retries.pause():
                 if known is error or known is None:
                     raise
                 raise known from error
 
 
-def _driver_error(error: Exception) -> DatabaseError | None:
+def driver_error(error: Exception) -> DatabaseError | None:
+    """An error of the driver as an error of `replicad.errors`; None: it is not of the driver."""
     from adbc_driver_manager import Error  # noqa: PLC0415
     from pyarrow import ArrowInvalid  # noqa: PLC0415
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 
 from replicad.client.blocking_client import BlockingClient
@@ -269,5 +269,7 @@ class _Engine:
             return
         if new:
             log.info("tables_attached", tables=", ".join(new[:10]), count=len(new))
-        with suppress(ReplicadError):
+        try:
             self._shared.refresh_tables()
+        except ReplicadError as error:  # touches of a table that is not known yet ask again
+            log.info("tables_not_looked_up", error=str(error))

@@ -42,7 +42,7 @@ from replicad.eventlog import get_logger
 from replicad.protocol.tokens import Cursor
 from replicad.retry import Backoff
 from replicad.spark.checkpoint import LocalCheckpoint
-from replicad.spark.database import connection, forget, quote
+from replicad.spark.database import connection, driver_error, forget, quote
 from replicad.spark.enrich import PIECE, EnrichedRows, Enricher
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.local.backlog import Backlog
@@ -559,7 +559,10 @@ class DownstreamThread:
             raise
         except Exception as error:
             forget(url)
-            raise DatabaseUnavailable(f"the source cannot be read: {error}") from error
+            known = driver_error(error)
+            if known is None:
+                raise
+            raise known from error
         finally:
             with suppress(Exception), connection(url).cursor() as cursor:
                 cursor.execute("ROLLBACK")

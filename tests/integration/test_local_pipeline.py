@@ -305,3 +305,19 @@ checkpoint = "checkpoint"
     found = psql(target_url, "SELECT _shard, count(*), max(name) FROM cities GROUP BY 1 ORDER BY 1")
     assert found == "1|10|a\n2|1|b"
     assert psql(database_url, "SELECT count(*) FROM tube.cities") == "0"
+
+
+async def test_a_table_that_is_dropped_behind_its_backfill_stops_no_other(shop: Shop, database: Database) -> None:
+    await eventually_backfilled(shop)
+    await trio.to_thread.run_sync(shop.run)
+    psql(shop.source, "SELECT count(*) FROM tube.tube_backfill_request('shop', NULL, 0, 100)")
+    with trio.fail_after(PATIENCE):
+        while await database.fetch_value("SELECT count(*) FROM tube.shop WHERE cardinality(ids) = 0") < 6:
+            await trio.sleep(0.05)
+    psql(shop.source, "DROP TABLE film_actor; UPDATE customer SET name = 'later' WHERE id < 10")
+    async with running(shop.config):
+        await eventually(lambda: psql(shop.target, "SELECT count(*) FROM customer WHERE name = 'later'") == "9")
+        with trio.fail_after(PATIENCE):
+            while await database.fetch_value("SELECT count(*) FROM tube.shop"):
+                await trio.sleep(0.05)
+    assert psql(shop.target, "SELECT count(*) FROM film_actor") == "50", "no row downstream is taken for deleted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from importlib import import_module
@@ -53,6 +54,7 @@ def main() -> int:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     if arguments.scale <= 0 or arguments.runs < 1:
         parser.error("--scale is above 0, --runs at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives a bench that is broken off
     options = Options(arguments.scale, arguments.runs, tuple(arguments.only))
     tables, failed = [], []
     for name in arguments.names or BENCHMARKS:

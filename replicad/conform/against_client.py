@@ -26,8 +26,17 @@ from typing import Any
 
 import trio
 
-from replicad.conform.checks import CheckFailed, ConformanceCheck, Result
-from replicad.conform.transcript import ANY, ScriptError, Step, as_bytes, fill, match
+from replicad.conform.transcript import (
+    ANY,
+    CheckFailed,
+    ConformanceCheck,
+    Result,
+    ScriptError,
+    Step,
+    as_bytes,
+    fill,
+    match,
+)
 from replicad.conform.wire import ConnectionClosed, Lines, Wire
 
 AT_ONCE = 4  # clients beside each other: each is a process

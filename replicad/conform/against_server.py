@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from replicad.conform.checks import CheckFailed, ConformanceCheck, Result
-from replicad.conform.transcript import ScriptError, Step, as_bytes, fill, match
+from replicad.conform.transcript import CheckFailed, ConformanceCheck, Result, ScriptError, Step, as_bytes, fill, match
 from replicad.conform.wire import ConnectionClosed, Wire
 
 AT_ONCE = 6  # checks beside each other: few enough for any server's limit of connections

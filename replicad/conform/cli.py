@@ -19,7 +19,7 @@ from replicad.terminal.output import echo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from replicad.conform.checks import ConformanceCheck, Result
+    from replicad.conform.transcript import ConformanceCheck, Result
 
 
 NEEDED = {
@@ -85,7 +85,7 @@ def command(
     A client is a command with {server}, {stream} and {token} in it ({server} and {tube}: a worker). It prints a JSON
     object for each row as `replicad tail --json` does. docs/conformance.md describes both.
     """
-    from replicad.conform.checks import client_checks, server_checks
+    from replicad.conform.transcript import client_checks, server_checks
 
     if client is not None or worker is not None:
         if address is not None or options["server"] is not None:

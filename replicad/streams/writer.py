@@ -15,10 +15,10 @@ writers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import trio
 
@@ -216,13 +216,7 @@ async def open_writer(
         await writer.aclose()
 
 
-class Asks(Protocol):
-    """A connection of asyncpg, or another with its `fetchval`."""
-
-    def fetchval(self, query: str, *args: object) -> Awaitable[Any]: ...
-
-
-async def next_id(connection: Asks | Connection, stream: str, *, schema: str = SCHEMA) -> int:
+async def next_id(connection: Any, stream: str, *, schema: str = SCHEMA) -> int:
     """Reserve the next id in the caller's transaction; it is complete when that ends, committed or rolled back.
 
     Takes a connection of asyncpg, or a connection of replicad. Refusals of Postgres are raised as its exceptions, with
@@ -234,12 +228,12 @@ async def next_id(connection: Asks | Connection, stream: str, *, schema: str = S
     return int(await _ask(connection, value_call(schema, "stream_next", 1), stream))
 
 
-async def next_ids(connection: Asks | Connection, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
+async def next_ids(connection: Any, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
     """As `next_id`, n ids at once (1 to 10,000), ascending."""
     return parse_ids(await _ask(connection, value_call(schema, "stream_next_mult", 2, "text"), stream, n))
 
 
-async def _ask(connection: Asks | Connection, sql: str, *args: object) -> Any:
+async def _ask(connection: Any, sql: str, *args: object) -> Any:
     refusal = StreamRefused("an id is reserved for one transaction: begin it, take the id, insert, commit.")
     return await fetch_in_transaction(connection, sql, args, refusal)
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from replicad.conform.against_server import Result, ServerUnderTest, run_checks
-from replicad.conform.checks import ConformanceCheck, server_checks
+from replicad.conform.transcript import ConformanceCheck, server_checks
 from replicad.postgres.bridge import Database
 from replicad.postgres.programs import find_programs
 from tests.conftest import PATIENCE

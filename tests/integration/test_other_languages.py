@@ -18,7 +18,7 @@ import pytest
 import trio
 
 from replicad.conform.against_client import ClientUnderTest, run_checks
-from replicad.conform.checks import ConformanceCheck, Result, client_checks
+from replicad.conform.transcript import ConformanceCheck, Result, client_checks
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon

@@ -8,8 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from replicad.cli.app import root
-from replicad.conform.checks import client_checks, server_checks
-from replicad.conform.transcript import ScriptError, as_bytes, fill, match, read_script
+from replicad.conform.transcript import ScriptError, as_bytes, client_checks, fill, match, read_script, server_checks
 from replicad.terminal.command import CommandRun
 
 PAGE = " ".join((Path(__file__).parents[2] / "protocol.md").read_text(encoding="utf-8").split())

@@ -10,7 +10,7 @@ from abnf import ParseError, Rule
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from replicad.conform.checks import server_checks
+from replicad.conform.transcript import server_checks
 from replicad.errors import LocalProtocolError
 from replicad.protocol.command import Command
 from replicad.protocol.tokens import Vector

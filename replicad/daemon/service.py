@@ -161,10 +161,12 @@ class RowPage:
 class Pages:
     """Streams page by page. `page` has no rows if there are none after the token yet. It raises StreamError: the stream
     is unknown, refused, stops before an unreadable row, or the token is not valid; and DatabaseError: Postgres cannot
-    answer. `has_changes`: whether the rows of this stream are changes of a table.
+    answer. `wait_beyond` returns when rows may follow the token of such a page, or when its token is no longer of the
+    present generation; it raises the same errors. `has_changes`: whether the rows are changes of a table.
     """
 
     page: Callable[[PageRequest], Awaitable[RowPage]]
+    wait_beyond: Callable[[PageRequest, str], Awaitable[None]]
     has_changes: Callable[[str], bool]
 
 

@@ -34,8 +34,10 @@ def settings() -> ServerSettings:
     return ServerSettings(listen=ANY_PORT, http=ANY_PORT, server_name="example.com")
 
 
-async def page(daemon: Daemon, after: str | None = None, limit: int | None = None, **more: Any) -> Answer:
-    named = {"after": after, "limit": limit}
+async def page(
+    daemon: Daemon, after: str | None = None, limit: int | None = None, live: str | None = None, **more: Any
+) -> Answer:
+    named = {"after": after, "limit": limit, "live": live}
     query = "&".join(f"{name}={quote(str(value), safe='')}" for name, value in named.items() if value is not None)
     stream = more.pop("stream", "events")
     return await ask(daemon.http, f"/streams/{stream}/rows" + (f"?{query}" if query else ""), **more)
@@ -217,3 +219,118 @@ async def test_what_tcp_refuses_is_refused_with_a_status_and_its_code(events: Da
     assert refused(expired) == (410, "token_expired")
     assert json.loads(expired.text)["token"] == "EARLIEST"
     assert [row["token"] for row in rows(await page(daemon, "EARLIEST"))] == list(range(6, 14))
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tokens of pages that wait for rows now."""
+    found: list[str] = []
+    wait = row_pages.RowPages.wait_beyond
+
+    async def noted(self: row_pages.RowPages, wanted: Any, token: str) -> None:
+        found.append(token)
+        try:
+            await wait(self, wanted, token)
+        finally:
+            found.remove(token)
+
+    monkeypatch.setattr(row_pages.RowPages, "wait_beyond", noted)
+    return found
+
+
+async def until_there_are(count: int, waiting: list[str]) -> None:
+    with trio.fail_after(PATIENCE):
+        while len(waiting) != count:
+            await trio.sleep(0.02)
+
+
+def next_of(answer: Answer) -> str:
+    address, _, rest = answer.headers["link"].partition(">")
+    assert rest == '; rel="next"'
+    return "/streams/events/rows" + address.removeprefix("<")
+
+
+async def test_readers_at_one_token_wait_for_its_rows_without_places_and_have_one_answer(
+    events: Database, daemon: Daemon, waiting: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = (await page(daemon)).headers["replicad-next"]
+    answers: list[Answer] = []
+    builds: list[str] = []
+    build = row_pages.RowPages._build
+
+    async def built(self: row_pages.RowPages, feed: Any, wanted: Any) -> Any:
+        builds.append(wanted.token)
+        return await build(self, feed, wanted)
+
+    monkeypatch.setattr(row_pages.RowPages, "_build", built)
+
+    async def read() -> None:
+        answers.append(await page(daemon, token, live="60s"))
+
+    readers = 39  # more than there are places for requests
+    async with trio.open_nursery() as nursery:
+        for _ in range(readers):
+            nursery.start_soon(read)
+        await until_there_are(readers, waiting)
+        assert not answers
+        assert (await ask(daemon.http, "/status")).status == 200, "the places are free"
+        builds.clear()
+        await insert(events, 2)
+    assert len({(one.text, one.headers["etag"], one.headers["link"]) for one in answers}) == 1
+    assert [row["token"] for row in rows(answers[0])] in ([1, 2], [1]), "a poll may come between two ids"
+    assert answers[0].headers["cache-control"] == "public, max-age=1"
+    assert len(builds) < readers / 2, "readers that wake together share a page"
+    again = await page(daemon, token, live="60s")
+    assert rows(again)[-1]["token"] == 2, "rows that are there are answered at once"
+    # kept is only a page whose address names the generation, also where it was waited for
+    plain: list[Answer] = []
+
+    async def read_plain() -> None:
+        plain.append(await page(daemon, "2", 4, live="60s"))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read_plain)
+        await until_there_are(1, waiting)
+        await insert(events, 50)
+    assert rows(plain[0])
+    assert plain[0].headers["cache-control"] == "public, no-cache"
+
+
+async def test_a_page_without_rows_is_answered_in_time_and_leads_to_another_address(
+    events: Database, daemon: Daemon, waiting: list[str]
+) -> None:
+    token = (await page(daemon)).headers["replicad-next"]
+    empty = await page(daemon, token, live="1s")
+    assert rows(empty) == []
+    assert empty.headers["replicad-next"] == token
+    assert empty.headers["cache-control"] == "public, max-age=1"
+    assert "&live=1s&cursor=" in next_of(empty), "a cache has the empty answer under the address of this request"
+    for wrong in ("0s", "61s", "soon", ""):
+        assert refused(await page(daemon, token, live=wrong)) == (400, "bad_request"), wrong
+    # a reader that has gone is noticed, although nothing is sent to it
+    assert daemon.http is not None
+    stream = await trio.open_tcp_stream(daemon.http.host, daemon.http.port)
+    await stream.send_all(
+        f"GET /streams/events/rows?after={token}&live=60s HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    )
+    await until_there_are(1, waiting)
+    await stream.aclose()
+    await until_there_are(0, waiting)
+
+
+async def test_a_page_that_waits_is_told_of_a_fork(events: Database, daemon: Daemon, waiting: list[str]) -> None:
+    await insert(events, 20)
+    feed = await daemon.publisher.find("events")
+    while feed.sent_upto < 20:
+        await feed.channel.wait_sealed()
+    token = (await page(daemon)).headers["replicad-next"]
+    answers: list[Answer] = []
+
+    async def read() -> None:
+        answers.append(await page(daemon, token, live="60s"))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await until_there_are(1, waiting)
+        await events.execute("DELETE FROM events WHERE id > 10; SELECT setval('events_id_seq', 10)")
+    assert refused(answers[0]) == (409, "bad_token")

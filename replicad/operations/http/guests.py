@@ -119,6 +119,13 @@ class Guest:
             yield
 
     @contextmanager
+    def as_follower(self) -> Iterator[None]:
+        """For the block, the connection waits for rows: it needs no place, and does not count at its acceptor."""
+        self._give_place()
+        with self._lent():
+            yield
+
+    @contextmanager
     def as_session(self) -> Iterator[trio.abc.Stream]:
         """For the block, the connection is that of a session of the daemon, and counts as such only."""
         self._leave()

@@ -66,6 +66,7 @@ INDEX = """replicad
 /metrics  for Prometheus; docs/operating.md has the table
 /console  all of this for people, in a browser
 /streams/NAME/rows?after=TOKEN&limit=N  rows, a line of JSON for each; docs/transports.md
+/streams/NAME/rows?after=TOKEN&live=20s  the same; waits until there are rows
 /streams/NAME/live?after=TOKEN  the same as server-sent events, as they come
 """
 
@@ -333,7 +334,8 @@ class HttpServer:
                 if head is None:
                     return
                 path, query, repeats = split_target(head.target)
-                request = Request(head.method, path, query, repeats, head.headers, guest, line.read_body)
+                asked = (head.method, path, query, repeats, head.headers)
+                request = Request(*asked, guest, line.read_body, line.wait_closed)
                 answer = await self._pages.answer(request)
                 if answer is None:  # it was sent in another way
                     return

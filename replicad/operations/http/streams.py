@@ -9,7 +9,9 @@ The JSON of a row is made of its line of RDATA: `{"instance":"master","token":54
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -17,9 +19,11 @@ import structlog
 import trio
 
 from replicad.client.refusals import refusal
+from replicad.config.declaring import seconds
 from replicad.daemon.fairness import Asker
-from replicad.daemon.service import Host, PageRequest, RowPage
+from replicad.daemon.service import Host, PageRequest, Pages, RowPage
 from replicad.errors import BadToken, RemoteError, ReplicadError, TokenExpired, TokenForked
+from replicad.nurseries import open_plain_nursery
 from replicad.operations.http.entry import KEPT, Caller, Origins, calling
 from replicad.operations.http.wire import Answer, Ended, Refused, Request
 from replicad.protocol.tokens import Vector
@@ -28,6 +32,8 @@ from replicad.streams.commands import Replicate
 ROWS, MOST_ROWS = 1000, 10_000  # of a page: without `limit`, and at most
 LONGEST = 20.0  # seconds until a page is found; many may wait for connections to Postgres
 SLICE = 1000  # rows, before other tasks run
+SHORTEST_LIVE, LONGEST_LIVE = 1.0, 60.0  # seconds for which a page may wait for rows
+LIVE_FRESH = 1  # seconds; the shortest time that Cache-Control can say
 IMMUTABLE = "max-age=31536000, immutable"
 EARLIEST = "EARLIEST"
 
@@ -92,7 +98,12 @@ class Page:
 
 
 class RowsPage(Page):
-    """`GET /streams/NAME/rows?after=TOKEN&limit=N`: a page, a row on each line."""
+    """`GET /streams/NAME/rows?after=TOKEN&limit=N&live=SECONDS`: a page, a row on each line.
+
+    With `live` a page without rows is answered when rows are there, or after that time. All readers at one token ask
+    for one address, so a shared cache in front sends one request for all of them and keeps the answer for LIVE_FRESH
+    seconds. An answer without rows names another address to go on with (`cursor`): the cache still has it at its own.
+    """
 
     methods = ("GET", "HEAD", "OPTIONS")
 
@@ -103,18 +114,22 @@ class RowsPage(Page):
         pages = self.host.inside.pages
         if pages is None:
             raise Problem("stream_refused", "this daemon serves no streams")
-        asker = Asker(caller.name or request.guest.address)
-        with trio.move_on_after(LONGEST) as scope:
-            await request.guest.take_place()
-            page = await pages.page(PageRequest(name, token, limit, asker, caller.access))
-        if scope.cancelled_caught:
-            raise Problem("timed_out", f"no page could be read within {LONGEST:g} s; try again")
+        live = _live(request.query.get("live"))
+        wanted = PageRequest(name, token, limit, Asker(caller.name or request.guest.address), caller.access)
+        page = await _read(pages, wanted, request)
+        if live is not None:
+            left = live if caller.browser is None else min(live, max(0.0, caller.browser.expires - time.time()))
+            until = trio.current_time() + left
+            while not page.lines and trio.current_time() < until:
+                await _wait(pages, wanted, page.token, request, until)
+                found = await _read(pages, replace(wanted, token=page.token), request)
+                page = replace(found, named=page.named)  # by the address of the request
         tag = _tag(page)
         headers = {
-            "cache-control": self._caching(page, caller),
+            "cache-control": self._caching(page, caller, live),
             "etag": tag,
             "replicad-next": page.token,
-            "link": f'<?after={page.token}&limit={limit}>; rel="next"',
+            "link": f'<{_next(page, limit, live)}>; rel="next"',
             "x-content-type-options": "nosniff",
         }
         allowed = self.allowed(request)
@@ -125,14 +140,17 @@ class RowsPage(Page):
             return Answer(304, headers=headers)
         return Answer(200, await _rendered(page), {"content-type": "application/jsonl", **headers})
 
-    def _caching(self, page: RowPage, caller: Caller) -> str:
+    def _caching(self, page: RowPage, caller: Caller, live: float | None) -> str:
         """A closed page may be kept for ever where the address names the generation; by shared caches too, if all
-        clients may read it. A page under an address with a token is not kept: the token would be kept too.
+        clients may read it. An answer that was waited for is kept for the others who waited for it. A page under an
+        address with a token is not kept: the token would be kept too.
         """
         if caller.browser is not None and caller.browser.in_address:
             return "private, no-store"
         whose = "public" if self.host.access.public else "private"
-        return f"{whose}, {IMMUTABLE}" if page.closed and page.named else f"{whose}, no-cache"
+        if page.closed and page.named:
+            return f"{whose}, {IMMUTABLE}"
+        return f"{whose}, no-cache" if live is None or not page.named else f"{whose}, max-age={LIVE_FRESH}"
 
 
 def _limit(text: str | None) -> int:
@@ -141,6 +159,51 @@ def _limit(text: str | None) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MOST_ROWS):
         raise BadRequest(f"`limit` must be a number from 1 to {MOST_ROWS}")
     return int(text)
+
+
+def _live(text: str | None) -> float | None:
+    """The parameter `live` in seconds; None without it."""
+    if text is None:
+        return None
+    try:
+        found = seconds(text)
+    except ValueError:
+        found = 0.0
+    if not SHORTEST_LIVE <= found <= LONGEST_LIVE:
+        raise BadRequest(f"`live` must be a time from {SHORTEST_LIVE:g}s to {LONGEST_LIVE:g}s, such as 20s")
+    return found
+
+
+async def _read(pages: Pages, wanted: PageRequest, request: Request) -> RowPage:
+    with trio.move_on_after(LONGEST):
+        await request.guest.take_place()
+        return await pages.page(wanted)
+    raise Problem("timed_out", f"no page could be read within {LONGEST:g} s; try again")
+
+
+async def _wait(pages: Pages, wanted: PageRequest, token: str, request: Request, until: float) -> None:
+    """Wait, without a place, until rows may follow the token, or until that time. Raises Ended: the peer has gone."""
+
+    async def end_with_peer() -> None:
+        await request.closed()
+        raise Ended
+
+    with request.guest.as_follower(), trio.move_on_at(until):
+        async with open_plain_nursery() as nursery:
+            nursery.start_soon(end_with_peer)
+            await pages.wait_beyond(wanted, token)
+            nursery.cancel_scope.cancel()
+
+
+def _next(page: RowPage, limit: int, live: float | None) -> str:
+    """The address to go on with, below the address of the page. An answer without rows is in caches under its address:
+    readers go on at another one, which is the same for all who were answered within about that time.
+    """
+    found = f"?after={page.token}&limit={limit}"
+    if live is None:
+        return found
+    cursor = "" if page.lines else f"&cursor={int(time.time() / live)}"
+    return f"{found}&live={live:g}s{cursor}"
 
 
 def _tag(page: RowPage) -> str:

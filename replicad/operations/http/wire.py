@@ -42,6 +42,7 @@ class Request:
     """A request whose head has been read. `path` is decoded; names of `headers` are lower-case, and several fields of
     one name are one value with commas. `guest`: the connection that it came on. `body` reads at most so
     many bytes; it raises Refused. `repeats`: a parameter of the query was given twice, of which `query` has the last.
+    `closed` returns when the peer has closed the connection.
     """
 
     method: str
@@ -51,6 +52,7 @@ class Request:
     headers: Mapping[str, str]
     guest: Guest
     body: Callable[[int], Awaitable[bytes]]
+    closed: Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -305,6 +307,15 @@ class HttpWire:
                     return
         except h11.RemoteProtocolError:
             raise Refused(400, f"{BAD}: its body is not") from None
+
+    async def wait_closed(self) -> None:
+        """Wait until the peer has closed the connection. What it sends meanwhile belongs to its next request; of a peer
+        that sends more than a head may have, the end is not noticed.
+        """
+        with suppress(Ended):
+            while len(self._held) < HEAD_BYTES:
+                await self._receive()
+            await trio.sleep_forever()
 
     async def send(self, answer: Answer, *, head_only: bool, close: bool) -> bool:
         """Send the answer of the request. Returns whether another request may follow.

@@ -124,8 +124,7 @@ class RowPages:
 
     async def page(self, wanted: PageRequest) -> RowPage:
         """`Pages.page`."""
-        access = wanted.access
-        stream = await self._publisher.find(wanted.stream, access.lists if access.limited else lambda _: True)
+        stream = await self._find(wanted)
         key = (stream.name, wanted.token, wanted.limit)
         building = self._kept.get(key)
         if building is None:
@@ -138,6 +137,19 @@ class RowPages:
         finally:
             building.waiting -= 1
             self._forget(key, building)
+
+    async def wait_beyond(self, wanted: PageRequest, token: str) -> None:
+        """`Pages.wait_beyond`."""
+        stream, after = await self._find(wanted), Vector.parse(token)
+        lane = stream.lane(linear=False)
+        while lane.epoch == after.epoch and stream.sent_upto <= after.minimum:
+            if lane.channel.ended is not None:
+                raise lane.channel.ended
+            await lane.channel.wait_sealed()
+
+    async def _find(self, wanted: PageRequest) -> ServedStream:
+        access = wanted.access
+        return await self._publisher.find(wanted.stream, access.lists if access.limited else lambda _: True)
 
     def has_changes(self, name: str) -> bool:
         """`Pages.has_changes`."""

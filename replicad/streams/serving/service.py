@@ -377,7 +377,7 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
         host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema))
         host.figures.catching_up = catchups.following
         pages = RowPages(publisher, pace)
-        host.inside.pages = Pages(pages.page, pages.has_changes)
+        host.inside.pages = Pages(pages.page, pages.wait_beyond, pages.has_changes)
         return service
 
     return Feature("streams", COMMANDS, open_service)

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "streams": "Many streams: from commit to client and idle processor time with a thousand streams, beside ten",
     "idle": "Idle connections: memory of the server for each, against NATS and Redis",
     "sse": "Server-sent events: memory and processor time for each reader, beside readers over TCP",
+    "polls": "Pages that wait: from commit to a crowd of readers, from the daemon, and through caches in front",
     "slow": "Slow readers: what those who read get beside them, and how the slow ones end",
     "isolation": "Isolation: what polite clients wait beside attackers, and the daemon's memory before and after",
     "tubes": "Tubes: ids from the tube to a TCP client, acks included, against psql running the same statements",

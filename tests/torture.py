@@ -3,20 +3,22 @@
 Each schedule has a Postgres, two daemons, writers of all kinds and clients of all kinds: over TCP, Redis and HTTP
 (pages and events), `replicad tail`, the source for Spark, a sender, a cache and a worker that reports who is online.
 Faults come between what operators do every day. It prints what was lost, repeated, out of order or kept though gone,
-with the schedule and what was sent. `--seed N --schedules 1` plays it again. REPLICAD_FORKS_POSTGRES names the folder
-of the programs of another PostgreSQL.
+with the schedule and what was sent, and then the shortest part of the schedule that still fails. `--seed N --schedules
+1` plays it again. REPLICAD_FORKS_POSTGRES names the folder of the programs of another PostgreSQL.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import structlog
@@ -25,10 +27,16 @@ import trio
 from tests import redis_servers
 from tests.conftest import server_folder
 from tests.forks.cluster import NAMED
-from tests.forks.schedule import DAEMONS, KINDS, Player, make_schedule
+from tests.forks.schedule import DAEMONS, KINDS, Player, Step, make_schedule, playable, written
 from tests.forks.tables import EVERYDAY, TABLES
 from tests.forks.template import made_template
 from tests.forks.world import open_world
+from tests.shrinking import Enough, shrink
+
+SHRINKING = 900.0  # seconds for the search of the shortest schedule that fails
+TRIES = 2  # of each shorter schedule: not each play of one that can fail does
+Rounds = list[list[Step]]
+Placed = tuple[int, Step]  # the number of its round
 
 
 def main() -> None:
@@ -38,6 +46,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many seconds")
     parser.add_argument("--only", default="", help=f"kinds of faults, with commas: {','.join(KINDS)}")
     parser.add_argument("--verbose", action="store_true", help="print what happened when, where nothing is wrong too")
+    parser.add_argument("--steps", default="", metavar="JSON", help="play these rounds of steps in place of the seed's")
+    text = f"after a failure, look for so long for the shortest schedule that fails (default {SHRINKING}; 0: do not)"
+    parser.add_argument("--shrink", type=float, default=SHRINKING, metavar="SECONDS", help=text)
     parser.add_argument("--show", action="store_true", help="print the schedules and play none")
     options = parser.parse_args()
     only = [kind for kind in options.only.split(",") if kind]
@@ -45,11 +56,15 @@ def main() -> None:
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(KINDS)}")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # of clients in here
     seeds = range(options.seed, options.seed + options.schedules)
+    try:
+        steps = written(options.steps) if options.steps else None
+    except ValueError as error:
+        parser.error(str(error))
     if options.show:
         for seed in seeds:
             show(seed, only)
         return
-    failed = torture(seeds, options.seconds, only, verbose=options.verbose)
+    failed = torture(seeds, options.seconds, only, verbose=options.verbose, shrinking=options.shrink, steps=steps)
     sys.exit(f"{len(failed)} schedules failed: {' '.join(map(str, failed))}" if failed else 0)
 
 
@@ -61,29 +76,67 @@ def show(seed: int, only: Collection[str] = ()) -> None:
 
 
 def torture(
-    seeds: range, seconds: float = float("inf"), only: Collection[str] = (), *, verbose: bool = False
+    seeds: range,
+    seconds: float = float("inf"),
+    only: Collection[str] = (),
+    *,
+    verbose: bool = False,
+    shrinking: float = 0,
+    steps: Rounds | None = None,
 ) -> list[int]:
-    """Play the schedules of the seeds; returns those that failed."""
+    """Play the schedules of the seeds, or these `steps` for each; returns those that failed."""
     began, failed, played = time.monotonic(), [], 0
     if redis_servers.PROGRAM is None:
         print("no reader over Redis: there is no redis-server on this machine (apt-get install redis-server)")
     with server_folder() as template:
         made_template(template)
+
+        async def fails(rounds: Rounds, *, report: bool = True) -> bool:
+            with server_folder() as folder:
+                return not await play(seed, folder, template, rounds, verbose=verbose, report=report)
+
         for seed in seeds:
             if time.monotonic() - began > seconds:
                 break
             played += 1
-            with server_folder() as folder:
-                if not trio.run(partial(play, seed, folder, template, only, verbose=verbose)):
-                    failed.append(seed)
+            rounds = steps or make_schedule(seed, only)
+            if trio.run(fails, rounds):
+                failed.append(seed)
+                if shrinking > 0:
+                    trio.run(_shrink, seed, rounds, partial(fails, report=False), shrinking)
     print(f"{played} schedules in {time.monotonic() - began:.0f} s, {len(failed)} failed {failed or ''}")
     return failed
 
 
-async def play(seed: int, folder: Path, template: Path, only: Collection[str] = (), *, verbose: bool = False) -> bool:
+async def _shrink(seed: int, rounds: Rounds, fails: Callable[[Rounds], Awaitable[bool]], seconds: float) -> None:
+    """Print the shortest schedule that failed within the time."""
+    deadline, tried = trio.current_time() + seconds, 0
+
+    def together(steps: Sequence[Placed]) -> Rounds:
+        return [[step for _, step in part] for _, part in groupby(steps, key=lambda placed: placed[0])]
+
+    async def still(steps: Sequence[Placed]) -> bool:
+        nonlocal tried
+        for _ in range(TRIES):
+            if trio.current_time() > deadline:
+                raise Enough
+            tried += 1
+            if await fails(together(steps)):
+                return True
+        return False
+
+    placed = [(number, step) for number, steps in enumerate(rounds) for step in steps]
+    found = together(await shrink(placed, still, lambda steps: playable(together(steps))))
+    plain = json.dumps([[step.plain() for step in steps] for steps in found], separators=(",", ":"))
+    print(f"seed {seed}: the shortest that failed in {tried} tries has {sum(map(len, found))} of {len(placed)} steps:")
+    print(f"  python -m tests.torture --seed {seed} --schedules 1 --steps '{plain}'", flush=True)
+
+
+async def play(
+    seed: int, folder: Path, template: Path, rounds: Rounds, *, verbose: bool = False, report: bool = True
+) -> bool:
     """Play one schedule and report on it; whether it passed."""
     began = time.monotonic()
-    rounds = make_schedule(seed, only)
     tables = (*TABLES, *EVERYDAY)
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(redis_servers.real_redis(folder)).url if redis_servers.PROGRAM else None
@@ -95,8 +148,11 @@ async def play(seed: int, folder: Path, template: Path, only: Collection[str] = 
         try:
             await player.play(seed, rounds)
         except Exception as failed:  # noqa: BLE001 - reported, and the next schedule is played
-            _report_failure(seed, player, failed)
+            if report:
+                _report_failure(seed, player, failed)
             return False
+        if not report:
+            return True
         if verbose:
             print("\n".join(f"  {line}" for line in player.played))
         told: Counter[str] = Counter()

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,10 @@ import trio
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
+from tests import clock
 from tests.conftest import FAST, install, psql, server_folder
 from tests.forks.cluster import Cluster
+from tests.shrinking import Enough, shrink
 from tests.tubes.world import (
     COUNTS,
     DOWNSTREAM,
@@ -47,19 +50,23 @@ from tests.tubes.world import (
 
 DAEMONS, WORKERS, WRITERS = 2, 3, 3
 ROUNDS = 6
+SHRINKING = 900.0  # seconds for the search of the shortest schedule that fails
+TRIES = 2  # of each shorter schedule: not each play of one that can fail does
 DRAINED = 180.0  # seconds for the tube to become empty when the faults are over; only a hang takes so long
 KILL, SUSPEND, PARTITIONS, BACKFILL, PAUSE = "kill", "suspend", "partitions", "backfill", "pause"
-PREDICATE, DISABLE, POISON, RESTORE, PROMOTE = "predicate", "disable", "poison", "restore", "promote"
+PREDICATE, DISABLE, POISON, RESTORE, PROMOTE, CLOCK = "predicate", "disable", "poison", "restore", "promote", "clock"
 WEIGHTS = {
     KILL: 4, SUSPEND: 4, PARTITIONS: 2, BACKFILL: 1, PAUSE: 1, PREDICATE: 1, DISABLE: 1, POISON: 3,
-    RESTORE: 1, PROMOTE: 1,
+    RESTORE: 1, PROMOTE: 1, CLOCK: 1,
 }  # fmt: skip
 MENDED = (PREDICATE, DISABLE)  # only a backfill brings in what is missing afterwards
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something that happens. `whom`: a process, or the number of partitions; `seconds` until the next step."""
+    """Something that happens. `whom`: a process, for a clock with the seconds by which it is wrong, or a number;
+    `seconds` until the next step.
+    """
 
     what: str
     whom: str = ""
@@ -74,11 +81,12 @@ def recorded(seed: int) -> bool:
     return seed % 2 == 0
 
 
-def make_schedule(seed: int) -> list[Step]:
-    """The steps of a seed, always the same."""
+def make_schedule(seed: int, only: Collection[str] = ()) -> list[Step]:
+    """The steps of a seed, always the same; of the kinds `only` where they are named."""
     chance = random.Random(seed)
     names = [f"daemon{n}" for n in range(DAEMONS)] + [f"worker{n}" for n in range(WORKERS)] * 2
-    weights = {what: weight for what, weight in WEIGHTS.items() if not (recorded(seed) and what in MENDED)}
+    kinds = [what for what in WEIGHTS if not (recorded(seed) and what in MENDED) and (not only or what in only)]
+    weights = {what: WEIGHTS[what] for what in kinds}
     steps = []
     for _ in range(ROUNDS):
         [what] = chance.choices(list(weights), list(weights.values()))
@@ -88,6 +96,7 @@ def make_schedule(seed: int) -> list[Step]:
             PARTITIONS: str(chance.randint(1, SHARDS)),
             PREDICATE: str(chance.choice([0, 2, 3])),
             POISON: str(chance.choice([5, 50, 90])),
+            CLOCK: f"{chance.choice(names)}:{chance.choice([-86_400, -3600, 3600, 86_400])}",
         }.get(what, "")
         steps.append(Step(what, whom, chance.choice([0.2, 1.0, 2.0, 5.0])))  # a lease lives for 3 s
     return steps
@@ -96,24 +105,30 @@ def make_schedule(seed: int) -> list[Step]:
 class Run:
     """One run. `source`: the server with the tables and the tube; `down`: the address of the downstream."""
 
-    def __init__(self, seed: int, source: Cluster, down: str, folder: Path) -> None:
-        self.seed, self.source, self.url, self.down_url = seed, source, source.url, down
+    def __init__(self, seed: int, steps: Sequence[Step], source: Cluster, down: str, folder: Path) -> None:
+        self.seed, self.steps, self.source, self.url, self.down_url = seed, steps, source, source.url, down
+        self.folder = folder
         kind = seed // 2 % len(KEYS)
         self.key = KEYS[kind]
         install(self.url, "stream", "tube")
         psql(self.url, tables(self.key))
         psql(down, downstream(self.key))
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(DAEMONS)]
-        serve = ["-m", "replicad", "serve", "--log-format", "json", "--listen"]
+        serve = ["replicad", "serve", "--log-format", "json", "--listen"]
         environment = {"REPLICAD_DATABASE": self.url}
         self.programs = {
-            f"daemon{n}": Program(f"daemon{n}", [*serve, address], folder, environment)
+            f"daemon{n}": Program(f"daemon{n}", [*self._clock(f"daemon{n}"), *serve, address], folder, environment)
             for n, address in enumerate(addresses)
         }
         worker = str(Path(__file__).with_name("tubes") / "worker.py")
         for n in range(WORKERS):
             words = [worker, self.url, down, f"worker{n}", TUBE, str(seed * 10 + n), str(kind), *addresses]
-            self.programs[f"worker{n}"] = Program(f"worker{n}", words, folder)
+            self.programs[f"worker{n}"] = Program(f"worker{n}", [*self._clock(f"worker{n}"), *words], folder)
+
+    def _clock(self, name: str) -> list[str]:
+        """The words that give a program a clock of its own."""
+        clock.step(self.folder / f"{name}.clock", 0)
+        return ["-m", "tests.clock", str(self.folder / f"{name}.clock")]
 
     async def play(self) -> list[str]:
         """Play the schedule; returns what went wrong."""
@@ -136,8 +151,8 @@ class Run:
             with trio.fail_after(DRAINED):  # so that the faults meet workers that work
                 while not await down.fetch_value("SELECT count(*) FROM down.rows"):
                     await trio.sleep(0.1)
-            for step in make_schedule(self.seed):
-                await self._take(step, db, down)
+            for one in self.steps:
+                await self._take(one, db, down)
             for writer in writers:
                 writer.stop.set()
         await _end_prepared(db, older="0 s")
@@ -173,40 +188,43 @@ class Run:
             if there.get(id) != here.get(id)
         ][:20]
 
-    async def _take(self, step: Step, db: Database, down: Database) -> None:
-        program = self.programs.get(step.whom)
+    async def _take(self, one: Step, db: Database, down: Database) -> None:
+        program = self.programs.get(one.whom)
         began = await down.fetch_value("SELECT clock_timestamp()")
         now = f"SELECT partitions, predicate INTO p, q FROM tube.tube_registry WHERE tube = '{TUBE}'"
         ensure = (
             "DO $$ DECLARE p integer; q text; BEGIN {0}; PERFORM tube.tube_ensure_exists('{1}', {2}, {3}); {4} END $$"
         )
-        if step.what == PARTITIONS:
-            await _change(db, ensure.format(now, TUBE, step.whom, "q", ""))
-        elif step.what == PREDICATE:
-            predicate = f"'value % {step.whom} <> 0'" if step.whom != "0" else "NULL"
-            setting = f"UPDATE setting SET m = {step.whom};"
+        if one.what == PARTITIONS:
+            await _change(db, ensure.format(now, TUBE, one.whom, "q", ""))
+        elif one.what == PREDICATE:
+            predicate = f"'value % {one.whom} <> 0'" if one.whom != "0" else "NULL"
+            setting = f"UPDATE setting SET m = {one.whom};"
             await _change(db, ensure.format(now, TUBE, "p", predicate, setting))
-        elif step.what == BACKFILL:
+        elif one.what == BACKFILL:
             await _backfill(db)
-        elif step.what == DISABLE:
+        elif one.what == DISABLE:
             await _change(db, "ALTER TABLE items DISABLE TRIGGER USER")
-        elif step.what == POISON:
-            await down.execute("INSERT INTO down.poison VALUES ($1)", int(step.whom))
-        elif step.what in (RESTORE, PROMOTE):
-            await trio.to_thread.run_sync(self._fork, step)
+        elif one.what == POISON:
+            await down.execute("INSERT INTO down.poison VALUES ($1)", int(one.whom))
+        elif one.what in (RESTORE, PROMOTE):
+            await trio.to_thread.run_sync(self._fork, one)
+        elif one.what == CLOCK:
+            name, seconds = one.whom.split(":")
+            clock.step(self.folder / f"{name}.clock", float(seconds))
         elif program is not None:
             program.check()
-            program.send(signal.SIGKILL if step.what == KILL else signal.SIGSTOP)
-        await trio.sleep(step.seconds)
-        if step.what == DISABLE:
+            program.send(signal.SIGKILL if one.what == KILL else signal.SIGSTOP)
+        await trio.sleep(one.seconds)
+        if one.what == DISABLE:
             await _change(db, "ALTER TABLE items ENABLE TRIGGER USER")
-        elif step.what == POISON:
+        elif one.what == POISON:
             await down.execute("DELETE FROM down.poison")
-        elif program is not None and step.what == KILL:
+        elif program is not None and one.what == KILL:
             program.start()
         elif program is not None:
             program.send(signal.SIGCONT)
-            await down.execute("INSERT INTO down.pause VALUES ($1, $2, clock_timestamp())", step.whom, began)
+            await down.execute("INSERT INTO down.pause VALUES ($1, $2, clock_timestamp())", one.whom, began)
 
     def _fork(self, step: Step) -> None:
         """Put the source back to what it was some seconds ago, or promote a standby that lags as much."""
@@ -269,13 +287,13 @@ async def _drained(db: Database) -> bool:
     return False
 
 
-def play(seed: int, folder: Path) -> list[str]:
-    """Make the servers of a run and play it; returns what went wrong."""
+def play(seed: int, folder: Path, steps: Sequence[Step] | None = None) -> list[str]:
+    """Make the servers of a run and play these steps, or those of the seed; returns what went wrong."""
     with server_folder() as place, EmbeddedPostgres(place / "down", FAST) as down:
         (place / "source").mkdir()
         source = Cluster(place / "source")
         try:
-            return trio.run(Run(seed, source, down.url, folder).play)
+            return trio.run(Run(seed, make_schedule(seed) if steps is None else steps, source, down.url, folder).play)
         finally:
             source.close()
 
@@ -285,16 +303,31 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the first run (default 1)")
     parser.add_argument("--runs", type=int, default=10, help="how many, one seed after another (default 10)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many seconds")
+    parser.add_argument("--only", default="", help=f"kinds of faults, with commas: {','.join(WEIGHTS)}")
+    text = "play these steps in place of the seed's: WHAT, WHOM or nothing, and SECONDS, with slashes"
+    parser.add_argument("--steps", nargs="+", default=None, metavar="WHAT/WHOM/SECONDS", help=text)
+    text = f"after a failure, look for so long for the shortest schedule that fails (default {SHRINKING}; 0: do not)"
+    parser.add_argument("--shrink", type=float, default=SHRINKING, metavar="SECONDS", help=text)
     options = parser.parse_args()
+    only = [kind for kind in options.only.split(",") if kind]
+    if unknown := set(only) - WEIGHTS.keys():
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}; there are {', '.join(WEIGHTS)}")
+    if only and recorded(options.seed) and set(only) <= set(MENDED):
+        parser.error(f"in runs of an even seed no {' and no '.join(MENDED)} happens")
+    try:
+        steps = None if options.steps is None else [read_step(text) for text in options.steps]
+    except ValueError as error:
+        parser.error(str(error))
     began, failed, runs = time.monotonic(), [], 0
     for seed in range(options.seed, options.seed + options.runs):
         if time.monotonic() - began > options.seconds:
             break
         runs += 1
         at = time.monotonic()
-        print(f"seed {seed}: {', '.join(map(str, make_schedule(seed)))}", flush=True)
+        present = make_schedule(seed, only) if steps is None else steps
+        print(f"seed {seed}: {', '.join(map(str, present))}", flush=True)
         folder = Path(tempfile.mkdtemp(prefix=f"replicad-tubes-{seed}-"))  # kept if the run fails
-        wrong = play(seed, folder)
+        wrong = play(seed, folder, present)
         for text in wrong:
             print(f"  {text}", flush=True)
         print(
@@ -303,10 +336,46 @@ def main() -> None:
         )
         if wrong:
             failed.append(seed)
+            if options.shrink > 0:
+                _shrink(seed, present, options.shrink)
         else:
             shutil.rmtree(folder)
     print(f"{runs} runs in {time.monotonic() - began:.0f} s, {len(failed)} failed {failed or ''}")
     sys.exit(bool(failed))
+
+
+def read_step(text: str) -> Step:
+    """A step as `--steps` takes it. Raises ValueError."""
+    what, _, rest = text.partition("/")
+    whom, _, seconds = rest.rpartition("/")
+    if what not in WEIGHTS:
+        raise ValueError(f"{text}: there is no fault {what!r}; there are {', '.join(WEIGHTS)}")
+    return Step(what, whom, float(seconds))
+
+
+def _differs(seed: int, steps: Sequence[Step]) -> bool:
+    with tempfile.TemporaryDirectory(prefix=f"replicad-tubes-{seed}-") as folder:
+        return bool(play(seed, Path(folder), steps))
+
+
+def _shrink(seed: int, steps: Sequence[Step], seconds: float) -> None:
+    """Print the shortest schedule that failed within the time."""
+    deadline, tried = time.monotonic() + seconds, 0
+
+    async def fails(shorter: Sequence[Step]) -> bool:
+        nonlocal tried
+        for _ in range(TRIES):
+            if time.monotonic() > deadline:
+                raise Enough
+            tried += 1
+            if await trio.to_thread.run_sync(_differs, seed, shorter):
+                return True
+        return False
+
+    found = trio.run(shrink, steps, fails, lambda _: True)
+    words = " ".join(f"{one.what}/{one.whom}/{one.seconds:g}" for one in found)
+    print(f"  the shortest that failed in {tried} tries has {len(found)} of {len(steps)} steps:")
+    print(f"  python -m tests.tubes_torture --seed {seed} --runs 1 --steps {words}", flush=True)
 
 
 if __name__ == "__main__":

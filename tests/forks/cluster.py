@@ -131,9 +131,10 @@ class Cluster:
             _wait(lambda: psql(self.url, victim) != "", "a backend to kill")
             os.kill(int(psql(self.url, victim)), signal.SIGKILL)
             session.wait(PATIENCE)
-        _wait(self._answers, "Postgres to recover")
+        _wait(self.answers, "Postgres to recover")
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Whether the server at the address answers."""
         try:
             return psql(self.url, "SELECT 1") == "1"
         except AssertionError:
@@ -228,13 +229,7 @@ class Cluster:
         os.kill(int(pids[0]), signal.SIGKILL)
         _wait(lambda: not Path("/proc", pids[0]).exists(), "the process to end")
         assert self.server.pid() == pid, "the postmaster has ended too"
-        _wait(self._answers, "Postgres to recover")
-
-    def _answers(self) -> bool:
-        try:
-            return psql(self.server.url, "SELECT 1") == "1"
-        except AssertionError:
-            return False
+        _wait(self.answers, "Postgres to recover")
 
     def end(self, server: NamedPostgres) -> None:
         """Stop a server that is not current any more and remove its data."""

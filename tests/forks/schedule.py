@@ -6,11 +6,12 @@ gives the order of the faults; when exactly they hit is up to the machine.
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,16 @@ from typing import ClassVar
 import trio
 
 from tests import poolers
+from tests.clock import step
 from tests.conftest import PATIENCE, psql
+from tests.full_disk import UNLIMITED, limit_files
 from tests.roles import as_daemon
 
 from .cluster import NamedPostgres
 from .everyday import DDL, PARTS, ROTATIONS, SECURITY, SEQUENCES, SETTINGS, SWAP, SWAP_DONE, rotation
 from .holder import Holder
 from .ledger import Order
+from .strangers import Stuck, lie
 from .tables import ALTERED, EVERYDAY, PARTED, SWAPPED, TABLES, Table
 from .world import World, blocking
 
@@ -42,6 +46,7 @@ _END_BLOCKERS = """
         WHERE w.wait_event_type = 'Lock' AND clock_timestamp() - w.query_start > interval '2 s')
 """
 _TRIES = 5  # of a command that needs a lock, or whose server may be away
+FULL = 100_000  # bytes of a file, beyond which Postgres cannot write while its disk is full
 _NOTED = 1.5  # seconds in which a daemon notes what it has published
 VICTIMS = ("w", "replicad", "checkpointer", "walwriter")
 _END_DAEMONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'replicad%'"
@@ -59,10 +64,48 @@ class Step:
     def __str__(self) -> str:
         return " ".join([self.what, *map(str, self.args), f"({self.after:.2f} s)"])
 
+    def plain(self) -> list[object]:
+        """As JSON, from which `written` makes it again."""
+        return [self.what, [*self.args], round(self.after, 3)]
+
+
+def written(text: str) -> list[list[Step]]:
+    """Rounds as JSON: lists of steps, each a name, its arguments and its seconds. Raises ValueError."""
+    try:
+        rounds = [[Step(str(what), tuple(args), float(after)) for what, args, after in one] for one in json.loads(text)]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"these are no rounds of steps: {error}") from error
+    if unknown := {one.what for steps in rounds for one in steps} - set(KINDS):
+        raise ValueError(f"there is no fault {', '.join(sorted(unknown))}")
+    if not playable(rounds):
+        raise ValueError("a step cannot follow those before it: a promotion needs a standby, a restore a dump")
+    return rounds
+
 
 def make_schedule(seed: int, only: Collection[str] = ()) -> list[list[Step]]:
     """The rounds of a seed; of the kinds `only` where they are named."""
     return _Maker(random.Random(f"schedule {seed}"), frozenset(only or KINDS)).make()
+
+
+def playable(rounds: Sequence[Sequence[Step]]) -> bool:
+    """Whether each step can follow those before it, so that a part of a schedule may be played."""
+    standby, known = "", set()
+    for steps in rounds:
+        down: set[object] = set()
+        for one in steps:
+            if one.what in ("kill", "end", "suspend", "up"):
+                (down.discard if one.what == "up" else down.add)(one.args[0])
+            needed = {"restore": "dump", "put_back": "copy"}.get(one.what)
+            wrong = needed is not None and needed not in known
+            wrong |= one.what == "setval" and one.args[2] in down
+            wrong |= one.what in ("standby", "switchover") and standby != ""
+            wrong |= one.what == "cut" and standby != "standby"
+            wrong |= one.what == "promote" and standby == ""
+            if wrong:
+                return False
+            known.add(one.what)
+            standby = {"standby": "standby", "cut": "cut", "promote": ""}.get(one.what, standby)
+    return True
 
 
 @dataclass
@@ -117,6 +160,10 @@ class _Maker:
             ("crash", 2),
             ("switchover", 0 if self.standby else 1),
             ("pooler", 0.3 if poolers.PROGRAM else 0),
+            ("clock", 1),
+            ("full", 0.4),
+            ("liars", 1),
+            ("stuck", 0.7),
             ("pause", 0.01),  # where nothing else may happen
         ]
 
@@ -160,6 +207,10 @@ _EVERYDAY: dict[str, Callable[[random.Random], tuple[object, ...]]] = {
     "crash": lambda rng: (rng.choice(VICTIMS),),
     "switchover": lambda rng: (rng.choice(("busy", "idle")),),
     "pooler": lambda rng: (),
+    "clock": lambda rng: (rng.randrange(DAEMONS), rng.choice((-86_400, -3600, -1, 1, 3600, 86_400))),
+    "full": lambda rng: (rng.choice((0.3, 1.0)),),
+    "liars": lambda rng: (rng.randrange(DAEMONS), rng.randrange(1 << 16)),
+    "stuck": lambda rng: (rng.randrange(DAEMONS),),
 }
 
 
@@ -176,6 +227,7 @@ class Player:
         self._tables = {table.name: table for table in world.tables}
         self._plain: list[Holder] = []
         self._exclusive = False  # a step wants locks that keep everybody out
+        self._stuck = Stuck()
 
     async def play(self, seed: int, rounds: list[list[Step]]) -> None:
         """Play it. Raises Disagreement, or AssertionError where a step itself fails."""
@@ -198,6 +250,7 @@ class Player:
                     self._exclusive = False
                     await trio.sleep(step.after)
                 nursery.cancel_scope.cancel()
+            await self._stuck.close()
             await self._all_up()
             self._log("all up")
             await world.settle(f"after round {number}")
@@ -406,6 +459,31 @@ class Player:
         said = done.stderr.decode() + done.stdout.decode()
         assert (done.returncode != 0, "pooler" in said) == (True, True), f"a daemon behind a pooler: {said[-1000:]}"
 
+    async def _clock(self, one: int, seconds: int) -> None:
+        """The wall clock of a daemon is set; its monotonic clock is not."""
+        step(self.world.servers[one].clock, seconds)
+
+    async def _full(self, seconds: float) -> None:
+        """The disk of Postgres is full for a while: it fails, and may end."""
+        cluster = self.world.cluster
+        await blocking(limit_files, cluster.server.pid(), FULL)
+        await trio.sleep(seconds)
+        with trio.fail_after(PATIENCE):
+            while True:
+                await blocking(limit_files, cluster.server.pid(), UNLIMITED)  # again: what was just started, too
+                if await blocking(cluster.answers):
+                    return
+                if cluster.server.pid() is None:
+                    await blocking(cluster.start)
+                await trio.sleep(0.05)
+
+    async def _liars(self, one: int, seed: int) -> None:
+        await lie(self.world.servers[one].address, [table.name for table in self.world.tables], random.Random(seed))
+
+    async def _stuck_readers(self, one: int) -> None:
+        """Until the round ends."""
+        await self._stuck.join(self.world.servers[one].address, [table.name for table in self.world.tables])
+
     async def _pause(self) -> None:
         """Nothing happens."""
 
@@ -438,6 +516,10 @@ class Player:
         "crash": _crash,
         "switchover": _switchover,
         "pooler": _pooler,
+        "clock": _clock,
+        "full": _full,
+        "liars": _liars,
+        "stuck": _stuck_readers,
         "pause": _pause,
     }
 

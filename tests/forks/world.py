@@ -18,6 +18,7 @@ import pytest
 import trio
 
 from tests import recording
+from tests.clock import step
 from tests.conftest import PATIENCE, psql
 from tests.roles import as_daemon
 
@@ -52,6 +53,8 @@ class Server:
         self.ready = folder / f"ready{number}"
         self.log = folder / f"serve{number}.log"
         self.recordings: list[Path] = []  # of what each run has read and published
+        self.clock = folder / f"clock{number}"  # by how much its wall clock is wrong
+        step(self.clock, 0)
         self._url = url
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -66,6 +69,8 @@ class Server:
                     *(
                         sys.executable,
                         "-m",
+                        "tests.clock",
+                        str(self.clock),
                         "tests.recording",
                         str(polls),
                         "serve",

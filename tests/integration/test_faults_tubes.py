@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import trio
 
@@ -26,6 +23,7 @@ from replicad.protocol.connection import Timing
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
+from tests.full_disk import UNLIMITED, limit_files
 
 from .clients.proxy import FaultProxy
 from .conftest import Connect
@@ -187,7 +185,7 @@ async def test_a_full_disk_costs_no_ack_and_it_recovers_by_itself(tmp_path: Path
                 with trio.move_on_after(PATIENCE):
                     while worker.statistics.acked_pods == 0:
                         for pid in (daemon.process.pid, server.pid()):  # again and again: a server may just be starting
-                            limit_files(pid, resource.RLIM_INFINITY)
+                            limit_files(pid, UNLIMITED)
                         await trio.sleep(0.2)
                 assert worker.statistics.acked_pods, f"{worker.statistics}\n{log.read_text()}"
             async with open_database(server.url, size=1, application_name="test") as database:
@@ -196,24 +194,6 @@ async def test_a_full_disk_costs_no_ack_and_it_recovers_by_itself(tmp_path: Path
             while "database_back" not in log.read_text():
                 await trio.sleep(0.05)
     assert downstream.written.keys() == set(range(1, 101))
-
-
-def limit_files(pid: int | None, size: int) -> None:
-    """Limit the size of files for a process and its children, each from its own account."""
-    with suppress(psutil.NoSuchProcess):
-        first = psutil.Process(pid or 0)
-        for process in [first, *first.children(recursive=True)]:
-            if (child := os.fork()) == 0:  # another account's processes may be limited by that account only
-                status = 1
-                try:
-                    if os.getuid() == 0:
-                        os.setresgid(*process.gids())
-                        os.setresuid(*process.uids())
-                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitpid(child, 0)[1] == 0 or not process.is_running()
 
 
 async def test_a_transaction_that_stays_open_holds_back_its_tube_only_and_is_named(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tubes_torture import WEIGHTS, make_schedule, play
+from tests.tubes_torture import WEIGHTS, make_schedule, play, read_step
 
 
 @pytest.mark.long
@@ -20,3 +20,11 @@ def test_a_seed_makes_the_same_schedule_each_time_and_every_fault_comes_up() -> 
     schedules = [make_schedule(seed) for seed in range(60)]
     assert schedules == [make_schedule(seed) for seed in range(60)]
     assert {step.what for steps in schedules for step in steps} == WEIGHTS.keys()
+
+
+def test_a_schedule_of_chosen_faults_has_no_others_and_its_steps_can_be_typed() -> None:
+    steps = [step for seed in range(20) for step in make_schedule(seed, ["clock", "kill"])]
+    assert {step.what for step in steps} == {"clock", "kill"}
+    assert [read_step(f"{step.what}/{step.whom}/{step.seconds:g}") for step in steps] == steps
+    with pytest.raises(ValueError, match="no fault 'clocks'"):
+        read_step("clocks//1")

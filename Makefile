@@ -10,6 +10,7 @@
 #   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
 #   make test LOCK=requirements.lock         the packages of CI, exactly as they are pinned there
 #   make torture TORTURE_ARGS="--seed 7 --schedules 1"   one schedule of faults; TORTURE_ARGS=--help says more
+#   make proof PROOF_ARGS="--fault 19 --fault 26"   a part of what docs/faults.md lists; PROOF_ARGS=--help says more
 #   make torture REPLICAD_FORKS_POSTGRES=/usr/lib/postgresql/15/bin   the programs of another PostgreSQL
 
 PYTHON ?= python3
@@ -18,6 +19,7 @@ WORKERS ?= auto
 TIMES ?= 5
 BENCH_ARGS ?=
 TORTURE_ARGS ?= --schedules 60
+PROOF_ARGS ?=
 SPECS ?=
 FUZZ_ARGS ?=
 VENV := .venv
@@ -32,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-lite unit test test-busy lint specs docs bench stress fuzz torture drills synapse lock dist clean distclean check-java
+.PHONY: help demo demo-lite unit test test-busy lint specs docs bench stress fuzz torture proof drills synapse lock dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -67,7 +69,7 @@ specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ with TLC (do
 	@$(RUN) specs/run.py $(SPECS)
 
 docs: $(VENV)/.docs ## make the pages and tables anew that are made from the program, and the site in site/
-	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.everyday_page tests.exits_page tests.keys_page tests.commands_page; do $(RUN) -m $$page || exit 1; done
+	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.everyday_page tests.exits_page tests.keys_page tests.commands_page tests.proof.page; do $(RUN) -m $$page || exit 1; done
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet && echo "to read it with search: python3 -m http.server --directory site"
 
 bench: $(VENV)/.bench ## measure beside NATS, Redis and psql; prints tables
@@ -84,6 +86,9 @@ fuzz: $(VENV)/.dev ## hostile lines, HTTP and a Redis that lies against a runnin
 
 torture: $(VENV)/.dev ## 60 schedules of random faults and everyday operations, for clients of every kind; half an hour
 	@REPLICAD_FORKS_POSTGRES="$(REPLICAD_FORKS_POSTGRES)" $(RUN) -m tests.torture $(TORTURE_ARGS)
+
+proof: check-java $(VENV)/.dev ## repeat every fault of docs/faults.md within an hour, and write the page; PROOF_ARGS="--fault 19"
+	@REPLICAD_FORKS_POSTGRES="$(REPLICAD_FORKS_POSTGRES)" $(RUN) -m tests.proof $(PROOF_ARGS)
 
 drills: $(VENV)/.dev ## cause each fault and wait for its alert; needs prometheus (apt install prometheus), some five minutes
 	@$(RUN) -m tests.drills

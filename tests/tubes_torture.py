@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from pathlib import Path
 import trio
 
 from replicad.errors import DatabaseError
+from replicad.nurseries import open_plain_nursery
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from tests import clock
@@ -45,6 +47,7 @@ from tests.tubes.world import (
     Writer,
     downstream,
     free_port,
+    rows,
     tables,
 )
 
@@ -142,7 +145,19 @@ class Run:
             for program in self.programs.values():
                 program.send(signal.SIGKILL)
 
+    async def _keep(self) -> None:
+        """Start programs again that have ended because something was away when they began."""
+        while True:
+            for program in self.programs.values():
+                program.keep()
+            await trio.sleep(0.2)
+
     async def _play(self, db: Database, down: Database) -> list[str]:
+        async with open_plain_nursery() as nursery:
+            nursery.start_soon(self._keep)
+            return await self._play_steps(db, down)
+
+    async def _play_steps(self, db: Database, down: Database) -> list[str]:
         pure = recorded(self.seed)
         writers = [Writer(db, self.key, self.seed * 100 + n, recorded=pure) for n in range(WRITERS)]
         async with trio.open_nursery() as nursery:
@@ -161,11 +176,11 @@ class Run:
             await _backfill(db)
         wrong = []
         if not await _drained(db):
-            left = await db.fetch_value(f"SELECT count(*) FROM tube.{TUBE}")
-            leases = await db.fetch("SELECT partition, partitions, split_part(holder, '!', 1) FROM tube.tube_lease")
+            [(left,)] = await rows(db, f"SELECT count(*) FROM tube.{TUBE}")
+            leases = await rows(db, "SELECT partition, partitions, split_part(holder, '!', 1) FROM tube.tube_lease")
             wrong.append(f"the tube still has {left} pods; leases: {[tuple(row) for row in leases]}")
         for program in self.programs.values():
-            program.check()
+            program.keep()
         wrong += [str(row["text"]) for row in await down.fetch(VIOLATIONS)]
         wrong += await self._differences(db, down)
         done, failed = sum(writer.done for writer in writers), sum(writer.failed for writer in writers)
@@ -180,7 +195,7 @@ class Run:
     async def _differences(self, db: Database, down: Database) -> list[str]:
         """Rows that the two sides do not have alike, at most twenty."""
         wanted = f"SELECT {self.key.column}::text AS id, value FROM source, setting WHERE {WANTED}"
-        there = {row["id"]: row["value"] for row in await db.fetch(wanted)}
+        there = {row["id"]: row["value"] for row in await rows(db, wanted)}
         here = {row["id"]: row["value"] for row in await down.fetch(DOWNSTREAM)}
         return [
             f"differs: {id}: source {there.get(id)}, downstream {here.get(id)}"
@@ -213,7 +228,7 @@ class Run:
             name, seconds = one.whom.split(":")
             clock.step(self.folder / f"{name}.clock", float(seconds))
         elif program is not None:
-            program.check()
+            program.keep()
             program.send(signal.SIGKILL if one.what == KILL else signal.SIGSTOP)
         await trio.sleep(one.seconds)
         if one.what == DISABLE:
@@ -278,10 +293,10 @@ async def _drained(db: Database) -> bool:
         "OR EXISTS (SELECT FROM tube.tube_parked)"
     )
     with trio.move_on_after(DRAINED):
-        while await db.fetch_value(left):
-            numbers = [row["parked"] for row in await db.fetch("SELECT parked FROM tube.tube_parked")]
+        while (await rows(db, left))[0][0]:
+            numbers = [row["parked"] for row in await rows(db, "SELECT parked FROM tube.tube_parked")]
             if numbers:
-                await db.execute(f"SELECT tube.tube_parked_replay('{TUBE}', ARRAY{numbers}::bigint[])")
+                await rows(db, f"SELECT tube.tube_parked_replay('{TUBE}', ARRAY{numbers}::bigint[])")
             await trio.sleep(0.2)
         return True
     return False
@@ -327,7 +342,10 @@ def main() -> None:
         present = make_schedule(seed, only) if steps is None else steps
         print(f"seed {seed}: {', '.join(map(str, present))}", flush=True)
         folder = Path(tempfile.mkdtemp(prefix=f"replicad-tubes-{seed}-"))  # kept if the run fails
-        wrong = play(seed, folder, present)
+        try:
+            wrong = play(seed, folder, present)
+        except Exception:  # noqa: BLE001 - the next seeds are played; this one has failed
+            wrong = traceback.format_exc().splitlines()
         for text in wrong:
             print(f"  {text}", flush=True)
         print(

@@ -13,15 +13,15 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import trio
 
 from replicad.client.async_client import AsyncClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
+from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
 from tests.tubes.world import KEYS, WANTED
@@ -61,9 +61,19 @@ def connect() -> AbstractAsyncContextManager[AsyncClient]:
     return open_client(host, int(port), name=NAME, answer_timeout=5.0, connect_timeout=2.0, timing=TIMING)
 
 
+async def enter_pool(stack: AsyncExitStack, url: str) -> Database:
+    """A pool of connections, as soon as the server answers: it may be away when this process begins."""
+    while True:
+        pool = open_database(url, size=SETTINGS.parallelism + 2, application_name=NAME)
+        try:
+            return await stack.enter_async_context(pool)
+        except DatabaseError:
+            await trio.sleep(0.1)
+
+
 async def main() -> None:
-    pools = partial(open_database, size=SETTINGS.parallelism + 2, application_name=NAME)
-    async with pools(URL) as source, pools(DOWN) as db:
+    async with AsyncExitStack() as stack:
+        db, source = await enter_pool(stack, DOWN), await enter_pool(stack, URL)
 
         async def handle(batch: Batch) -> None:
             await copy(source, db, batch)
@@ -75,8 +85,10 @@ async def main() -> None:
             while True:
                 before = trio.current_time()
                 await trio.sleep(0.1)
-                if (passed := trio.current_time() - before) > LATE:
-                    await db.execute(STOOD_STILL, NAME, passed)
+                while (passed := trio.current_time() - before) > LATE:
+                    with suppress(DatabaseError):  # no place was free in the pool for long; then it is noted later
+                        await db.execute(STOOD_STILL, NAME, passed)
+                        break
 
         settings = replace(SETTINGS, batch_ids=chance.choice([1, 5, 20]))
         async with trio.open_nursery() as nursery:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import trio
 
-from replicad.errors import DatabaseError
-from replicad.postgres.bridge import Connection, Database
+from replicad.errors import DatabaseError, DatabaseUnavailable
+from replicad.postgres.bridge import Connection, Database, Row
+from replicad.terminal.failures import UNREACHABLE
 from tests.conftest import PATIENCE
 
 TUBE = "t"
@@ -130,14 +131,31 @@ class Program:
         if number is signal.SIGKILL:
             self.process.wait(PATIENCE)
 
-    def check(self) -> None:
-        """It must not have ended by itself."""
+    def keep(self) -> None:
+        """Start it again if it has ended because Postgres was away when it began, as a supervisor does.
+
+        It must not have ended by itself for another reason.
+        """
         assert self.process is not None
-        assert self.process.poll() is None, f"{self.name} ended by itself: {self.tail()}"
+        status = self.process.poll()
+        if status == UNREACHABLE.status:
+            self.start()
+        else:
+            assert status in (None, -signal.SIGKILL), f"{self.name} ended by itself ({status}): {self.tail()}"
 
     def tail(self) -> str:
         """The end of its log."""
         return (self.folder / f"{self.name}.log").read_text(errors="replace")[-3000:]
+
+
+async def rows(db: Database, query: str, *args: object) -> list[Row]:
+    """The rows of a query, asked again while the server is away: it may have been exchanged behind the pool."""
+    with trio.fail_after(PATIENCE):
+        while True:
+            try:
+                return await db.fetch(query, *args)
+            except DatabaseUnavailable:
+                await trio.sleep(0.1)
 
 
 def free_port() -> int:

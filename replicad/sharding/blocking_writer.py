@@ -58,8 +58,12 @@ class BlockingShardedWriter:
 
     def __enter__(self) -> BlockingShardedWriter:
         self._thread.start()
-        with self._turn:
-            self._turn.wait_for(lambda: self._holdings.term is not None or self._failure is not None)
+        try:
+            with self._turn:
+                self._turn.wait_for(lambda: self._holdings.term is not None or self._failure is not None)
+        except BaseException:  # of a handler of a signal: the thread may have joined
+            self.close()
+            raise
         if self._failure is not None:
             raise self._failure
         return self

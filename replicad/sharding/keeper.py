@@ -77,7 +77,7 @@ class MembershipKeeper:
         if holdings.term is None:
             if self._leave_by is None:
                 yield from self._join(expired)
-            self.has_left = self._leave_by is not None
+            self.has_left = self._leave_by is not None and holdings.term is None  # it may have joined just now
             return
         if self._now() >= self._beat_due:
             yield from self._beat()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, overloa
 
 import anyio
 import anyio.lowlevel
-from anyio.abc import TaskStatus
 
 from replicad.client.ending import ended_in_order
 from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError, SchemaMissing
@@ -225,6 +224,8 @@ class ShardedWriter(Generic[C]):
         self._keeper = MembershipKeeper(self._holdings, address, ttl, anyio.current_time)
         self._changed = anyio.Event()  # set, and replaced, whenever a wait may be over
         self._called = anyio.Event()  # set to make the keeper look at once
+        self._keeping = anyio.CancelScope(shield=True)
+        self._asked = self._over = False  # the keeper has asked Postgres for something; it has ended
         self._closed = False
 
     @asynccontextmanager
@@ -266,33 +267,42 @@ class ShardedWriter(Generic[C]):
         """Counts, as one frozen value."""
         return self._holdings.statistics()
 
-    async def keep(self, *, task_status: TaskStatus[None]) -> None:
-        """Keep the membership and the slots until the writer has left. Started when it has joined; raises errors
-        before.
+    async def keep(self) -> None:
+        """Keep the membership and the slots until the writer has left. Raises errors before it has joined.
+
+        Only `aclose` ends it: a round that is cancelled may have joined.
         """
-        with anyio.CancelScope() as self._keeping:
-            started = False
-            while not self._keeper.has_left:
-                try:
-                    async with self._db.connection() as connection, connection.listen(_CHANNEL) as notices:
-                        while not self._keeper.has_left:
-                            await self._round(connection)
-                            if not started and self._holdings.term is not None:
-                                started = self._keeping.shield = True
-                                task_status.started()
-                            await self._wait_for_next_round(notices)
-                except ReplicadError as error:
-                    if not started:
-                        raise
-                    log.warning("writer_cannot_keep_its_share", writer=self.instance, error=str(error))
-                    await anyio.sleep(_RETRY)
+        joined = False
+        try:
+            with self._keeping:
+                while not self._keeper.has_left:
+                    try:
+                        async with self._db.connection() as connection, connection.listen(_CHANNEL) as notices:
+                            while not self._keeper.has_left:
+                                self._asked = True
+                                await self._round(connection)
+                                joined = joined or self._holdings.term is not None
+                                await self._wait_for_next_round(notices)
+                    except ReplicadError as error:
+                        if not joined:
+                            raise
+                        log.warning("writer_cannot_keep_its_share", writer=self.instance, error=str(error))
+                        await anyio.sleep(_RETRY)
+        finally:
+            self._over = True
+            self._wake_waiters()
+
+    async def wait_joined(self) -> None:
+        """Wait until the writer has joined."""
+        while self._holdings.term is None:
+            await self._changed.wait()
 
     async def aclose(self) -> None:
         """Give all slots back, within a bounded time. The other writers take the rest after the time to live."""
         self._closed = True
         self._keeper.leave()
         with anyio.move_on_after(LEAVE + _GRACE, shield=True):
-            while not self._keeper.has_left:
+            while self._asked and not (self._keeper.has_left or self._over):
                 changed = self._changed
                 self._called.set()
                 await changed.wait()
@@ -410,8 +420,9 @@ async def open_sharded_writer(
     await require_installed(cast("Database", database), stream, schema)
     writer = ShardedWriter(database, stream, instance, own=own, address=address, ttl=ttl, schema=schema)
     async with ended_in_order(), open_plain_tasks() as tasks:
-        await tasks.start(writer.keep)
         try:
+            tasks.start_soon(writer.keep)
+            await writer.wait_joined()
             yield writer
         finally:
             await writer.aclose()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from replicad.errors import DatabaseError, DatabaseUnavailable, InstanceTaken, N
 from replicad.postgres import schema
 from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.sharding import ShardedWriter, admin, open_sharded_writer, slot_of
+from replicad.sharding.holdings import Holdings
 from replicad.streams import next_id
 from replicad.streams.registry import Method, Registry
 from tests.conftest import PATIENCE, psql
@@ -74,6 +77,20 @@ async def late_write(db: Database) -> None:
                 async with db.connection() as other, other.transaction():
                     await pass_fence(other, key_in(3), "b", after)
                     await write_row(other, key_in(3), "b", after)
+
+
+async def test_a_writer_that_is_cancelled_while_it_joins_leaves(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    scope, joined = trio.CancelScope(), Holdings.joined
+
+    def joined_and_cancelled(holdings: Holdings, *args: Any) -> None:
+        scope.cancel()
+        joined(holdings, *args)
+
+    monkeypatch.setattr(Holdings, "joined", joined_and_cancelled)
+    with scope:
+        async with open_sharded_writer(db, "events", "a", ttl=600):
+            await trio.sleep_forever()
+    assert await db.fetch_value("SELECT count(*) FROM replicad.writer_member") == 0
 
 
 async def test_a_write_in_flight_keeps_its_slot_from_being_taken_over(db: Database) -> None:

@@ -15,6 +15,7 @@ import trio
 from replicad.errors import InstanceTaken, NotOwner, UnknownStream
 from replicad.postgres.bridge import Database
 from replicad.sharding import ShardedWriter, admin, open_sharded_writer
+from replicad.sharding.holdings import Holdings
 from replicad.streams.registry import Registry
 from tests.conftest import PATIENCE
 from tests.loops import run_on
@@ -93,3 +94,32 @@ def test_the_writer_on_asyncio_does_not_replace_the_loops_of_the_program() -> No
     program = "import sys; from replicad import open_sharded_writer; print('trio_asyncio' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+async def test_a_writer_whose_task_is_cancelled_while_it_joins_leaves(
+    database: Database, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, room text, body text)")
+    await Registry(database).add("events", "public.events", "id", row="body")
+    await admin.enable(database, "events", slots=16)
+    joined = Holdings.joined
+    tasks: list[asyncio.Task[None]] = []
+
+    def joined_and_cancelled(holdings: Holdings, *args: Any) -> None:
+        tasks[0].cancel()
+        joined(holdings, *args)
+
+    monkeypatch.setattr(Holdings, "joined", joined_and_cancelled)
+
+    async def share(pool: Any) -> None:
+        async with open_sharded_writer(pool, "events", "a", ttl=600):
+            await asyncio.sleep(PATIENCE)
+
+    async def work() -> None:
+        async with asyncio.timeout(PATIENCE), asyncpg.create_pool(database_url, min_size=0, max_size=4) as pool:
+            tasks.append(asyncio.ensure_future(share(pool)))
+            with pytest.raises(asyncio.CancelledError):
+                await tasks[0]
+
+    await trio.to_thread.run_sync(run_on, "asyncio", work)
+    assert await database.fetch_value("SELECT count(*) FROM replicad.writer_member") == 0

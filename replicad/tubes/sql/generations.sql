@@ -14,7 +14,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 
 -- tube_run(): which run of the server this is: its timeline, its start, and when its statistics began (stream_incarnation
--- says why). Of two servers, no two runs are the same. Writes nothing.
+-- says why). Of two servers, no two runs are the same. Without a subquery, which PL/pgSQL would give to the executor. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION tube_run() RETURNS text
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 BEGIN
@@ -24,19 +25,32 @@ $$;
 
 -- tube_generation_valid(): the id of the present generation if it is valid still: the run of the server, the database, the
 -- sequence and its file are those in which it began. NULL if it is not: history may have forked. Writes nothing. Each
--- statement under a lease calls it, so it must cost little: pg_control_system() reads a file, and tube_run has no subquery,
--- because PL/pgSQL evaluates such an expression without the executor.
+-- statement under a lease calls it, so it must cost little: pg_control_system() reads a file, and a session keeps the run of
+-- its server in the setting replicad.tube_run. A process of Postgres belongs to one run; and where the kept run is not that of
+-- the generation, it is read anew, since statistics can be reset meanwhile.
 CREATE OR REPLACE FUNCTION tube_generation_valid() RETURNS text
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
     g tube_generation;
 BEGIN
     SELECT * INTO g FROM tube_generation x ORDER BY x.number DESC LIMIT 1;
-    IF g.sequence = 'tube_seq'::regclass::oid AND g.file = pg_relation_filepath(g.sequence) AND g.run = tube_run() THEN
+    IF g.sequence = 'tube_seq'::regclass::oid AND g.file = pg_relation_filepath(g.sequence)
+        AND (g.run = current_setting('replicad.tube_run', true) OR g.run = set_config('replicad.tube_run', tube_run(), false))
+    THEN
         RETURN g.id;
     END IF;
     RETURN NULL;
 END
+$$;
+
+-- tube_generation_sql(): the expression for tube_generation_valid() in a prepared statement, without the call of a function
+-- where the session knows its run. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_generation_sql() RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT format($sql$(SELECT CASE WHEN g.sequence = %L::regclass::oid AND g.file = pg_relation_filepath(g.sequence)
+            AND g.run = current_setting('replicad.tube_run', true) THEN g.id ELSE %s() END
+        FROM %s AS g ORDER BY g.number DESC LIMIT 1)$sql$,
+        tube_relation('tube_seq'), tube_relation('tube_generation_valid'), tube_relation('tube_generation'))
 $$;
 
 -- tube_later(sequence, a_second): sets a sequence to a number above all numbers that it can have given out in any history,

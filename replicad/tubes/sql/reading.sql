@@ -279,7 +279,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         SELECT fence.held, pods.backfill, pods.seq, pods.ids, pods.line
         FROM (
             SELECT EXISTS (SELECT FROM %1$s AS l WHERE l.tube = %3$L AND l.term = $2::bigint
-                    AND l.generation = (SELECT %7$s()) AND l.generation = coalesce($8::text, l.generation)
+                    AND l.generation = %7$s AND l.generation = coalesce($8::text, l.generation)
                     AND %4$s %% l.partitions = 0 AND $1::integer %% l.partitions = l.partition)
                 AND EXISTS (SELECT FROM %2$s AS r WHERE r.tube = %3$L AND r.partitions = %4$s) AS held
             OFFSET 0
@@ -306,7 +306,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             CASE WHEN halves.backfill THEN ' AND ' || tube_served_sql() END, tube_relation('tube_low'), tube),
             ' UNION ALL ' ORDER BY halves.backfill)
         FROM (VALUES (false, '$3'), (true, '$4')) AS halves (backfill, after)),
-        tube_relation('tube_generation_valid'))
+        tube_generation_sql())
 $$;
 
 -- tube_early_sql(tube, partitions): the statement, to be prepared, that reads pods of a partition of the tube above its
@@ -323,7 +323,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         SELECT pods.backfill, pods.seq, %5$s AS line
         FROM (
             SELECT FROM %1$s AS l WHERE l.tube = %3$L AND l.term = $2::bigint
-                AND l.generation = (SELECT %7$s()) AND l.generation = coalesce($7::text, l.generation)
+                AND l.generation = %7$s AND l.generation = coalesce($7::text, l.generation)
                 AND %4$s %% l.partitions = 0 AND $1::integer %% l.partitions = l.partition
                 AND EXISTS (SELECT FROM %2$s AS r WHERE r.tube = %3$L AND r.partitions = %4$s)
         ) AS fence
@@ -341,7 +341,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             CASE WHEN half.backfill THEN ' AND $6::boolean' END),
             ' UNION ALL ' ORDER BY half.backfill)
         FROM (VALUES (false), (true)) AS half (backfill)),
-        tube_relation('tube_generation_valid'))
+        tube_generation_sql())
 $$;
 
 -- tube_columns_sql(tube, partitions, partition, term, backfill, after, upto, payload): the statement that returns the

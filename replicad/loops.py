@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from math import inf
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.lowlevel import current_token
+from anyio.lowlevel import checkpoint_if_cancelled, current_token
 
 from replicad.groups import leaves, raise_as_it_was
 
@@ -41,6 +41,59 @@ async def open_plain_tasks() -> AsyncIterator[TaskGroup]:
         if len(failures) != 1:
             raise
         raise_as_it_was(failures[0])
+
+
+async def await_answer(request: Callable[[], Awaitable[T]], patience: float) -> T:
+    """The result of a request that grants something: who gets it must know it, to give it back.
+
+    If the caller is cancelled, the request goes on for at most `patience` seconds. Then the cancellation is raised; so
+    the request itself has to note what it got.
+    """
+    await checkpoint_if_cancelled()
+    found: list[T] = []
+    scope = anyio.CancelScope(shield=True)
+    ended = anyio.Event()
+
+    async def run() -> None:
+        with scope:
+            found.append(await request())
+        ended.set()
+
+    async with open_plain_tasks() as tasks:
+        tasks.start_soon(run)
+        try:
+            await ended.wait()
+        except anyio.get_cancelled_exc_class():
+            scope.deadline = anyio.current_time() + patience
+            raise
+    return found[0]
+
+
+@asynccontextmanager
+async def outliving(open_it: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
+    """Something that is open during the block and until its end, also while the block is being cancelled.
+
+    The tasks of a client, for example, end with the scope in which it was opened. So a request that goes on after its
+    caller was cancelled needs a client that was opened here.
+    """
+    kept = anyio.CancelScope(shield=True)
+    opened: list[T] = []
+    ready = anyio.Event()
+
+    async def keep() -> None:
+        with kept:
+            async with open_it() as thing:
+                opened.append(thing)
+                ready.set()
+                await anyio.sleep_forever()
+
+    async with open_plain_tasks() as tasks:
+        try:
+            tasks.start_soon(keep)
+            await ready.wait()
+            yield opened[0]
+        finally:
+            kept.cancel()
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -10,10 +10,14 @@ so. A worker that finds another note is *careful* until it has processed what th
 
 So such an id ends four processes, and everything else is processed. A lease that was lost during a call counts like an
 end: a call that blocks the event loop does not let the lease be renewed.
+
+The note also has how often ids have failed alone. So an id that always fails is parked after its tries, however often
+its partition moves from one worker to the next meanwhile.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -32,8 +36,8 @@ ENDS = 2  # of processes, with one id alone, before it is parked: one may have b
 CAREFUL_IDS = 128  # in all calls of a careful partition at a time: they are tried one by one after another end
 CAREFUL_ROWS = 250_000  # processed under a lease, after which a worker is careful no more: more are not read ahead
 MOST_KEPT = 300  # ids in a note, so that it fits into a line
+MOST_TRIES = 2000  # failing ids in the note at an end: up to 400 kB of a line, which may have 1 MB
 LONGEST_KEY = 32  # characters of an id in a note; of a longer id its hash is kept
-CLEAN = {"clean": True}  # the note at a clean end
 
 log = get_logger(__name__)
 
@@ -83,7 +87,9 @@ class Turns:
 class Attempts:
     """The notes of one partition, under one lease."""
 
-    def __init__(self, client: AsyncClient, tube: str, part: Part) -> None:
+    def __init__(self, client: AsyncClient, tube: str, part: Part, tries: dict[str, int]) -> None:
+        """`tries`: how often ids have failed alone, by `row_key`. `begin` adds those of the readers before."""
+        self._tries = tries
         self._client = client
         self._tube = tube
         self._part = part
@@ -99,20 +105,35 @@ class Attempts:
 
     async def begin(self, term: int) -> None:
         """Read the note of the reader before, and store a note of this one. Raises ReplicadError."""
-        self._term = term
-        before = await self._client.attempt(self._tube, self._part, term)
-        if before is not None and not before.get("clean"):
+        before = await self._client.attempt(self._tube, self._part, term) or {"clean": True}
+        self._tries.update(_numbers(before.get("tries")))
+        if not before.get("clean"):
             self.careful = True
             calls = _keys(before.get("calls"))
-            ends = before.get("ends")
-            self._ends = {str(key): int(n) for key, n in ends.items()} if isinstance(ends, dict) else {}
+            self._ends = _numbers(before.get("ends"))
             self._suspects = {*_keys(before.get("suspects")), *calls}
             if before.get("alone") and len(calls) == 1:
                 self._ends[calls[0]] = self._ends.get(calls[0], 0) + 1
-            log.warning(
-                "reader_ended_uncleanly", tube=self._tube, part=str(self._part), calls=calls[:10], ends=self._ends
+            tell = log.info if before.get("given_back") else log.warning
+            tell(
+                "reader_is_careful" if before.get("given_back") else "reader_ended_uncleanly",
+                tube=self._tube,
+                part=str(self._part),
+                calls=calls[:10],
+                ends=self._ends,
             )
+        self._term = term
         await self._write()
+
+    def last_note(self) -> dict[str, Any] | None:
+        """The note of a clean end. None if `begin` has not read the note before, which stays then.
+
+        A reader that is still careful has not processed all that the reader before it may have read.
+        """
+        if not self._term:
+            return None
+        note = self._note() | {"given_back": True} if self.careful else {"clean": True}
+        return note | self._most_tries(MOST_TRIES)
 
     def is_suspect(self, key: str) -> bool:
         """Whether the process before may have ended because of this id: it is processed alone."""
@@ -177,8 +198,17 @@ class Attempts:
             note["suspects"] = list(self._suspects)[: MOST_KEPT - len(note.get("calls", ()))]
         if self._ends:
             note["ends"] = dict(list(self._ends.items())[:50])
-        return note
+        return note | self._most_tries(MOST_KEPT)
+
+    def _most_tries(self, most: int) -> dict[str, Any]:
+        tries = self._tries
+        kept = tries if len(tries) <= most else dict(heapq.nlargest(most, tries.items(), key=lambda item: item[1]))
+        return {"tries": kept} if kept else {}
 
 
 def _keys(found: Any) -> list[str]:
     return [str(key) for key in found] if isinstance(found, list) else []
+
+
+def _numbers(found: Any) -> dict[str, int]:
+    return {str(key): int(number) for key, number in found.items()} if isinstance(found, dict) else {}

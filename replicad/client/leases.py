@@ -8,7 +8,7 @@ One request on one connection renews all leases of a worker together.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,16 +16,16 @@ from itertools import islice
 from sys import _current_frames as current_frames
 from threading import get_ident
 from traceback import extract_stack
+from typing import Any
 
 import anyio
 
 from replicad.client.async_client import AsyncClient, when_ready
-from replicad.client.attempts import CLEAN
 from replicad.client.refusals import may_pass
-from replicad.client.sharing import Quota
+from replicad.client.sharing import LAST_ANSWER, Quota
 from replicad.errors import LeaseHeld, LeaseLost, ReplicadError
 from replicad.eventlog import get_logger
-from replicad.loops import another_loop, call_from_threads, open_plain_tasks
+from replicad.loops import another_loop, await_answer, call_from_threads, open_plain_tasks
 from replicad.tubes.commands import MAX_KEPT, Part
 
 OpenClient = Callable[[], AbstractAsyncContextManager[AsyncClient]]
@@ -38,25 +38,26 @@ RETRIES = 10  # of a failed renewal in a time to live
 class Past:
     """A lease that this process may still hold in Postgres: its term, and until when calls under it may still act.
 
-    `clean`: it was not lost during a call.
+    `note`: what its end leaves for the next reader (attempts.py). None: the note that is stored stays, because the
+    lease was lost during a call, or because nothing was begun under it.
     """
 
     term: int
     until: float
-    clean: bool
+    note: Mapping[str, Any] | None
 
 
 async def give_back(client: AsyncClient, tube: str, part: Part, past: Past) -> None:
-    """Release a lease, and say that it ends cleanly, if it does. Raises ReplicadError."""
+    """Store the last note of a lease, if it has one, and release it. Raises ReplicadError."""
     await note_end(client, tube, part, past)
     await client.release(tube, part, past.term)
 
 
 async def note_end(client: AsyncClient, tube: str, part: Part, past: Past) -> None:
-    """Say that a lease ends cleanly, if it does and is still held. Raises ReplicadError."""
-    if past.clean:
+    """Store the last note of a lease, if it has one and is still held. Raises ReplicadError."""
+    if past.note is not None:
         with suppress(LeaseLost):
-            await client.attempt(tube, part, past.term, CLEAN)
+            await client.attempt(tube, part, past.term, past.note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class Holding:
     async def claim(self, claims: ClaimConnection, wait: float, answered: Callable[[], None]) -> None:
         """Get the lease and a deadline that is not near. `answered` is called when another worker has it.
 
-        Then the daemon sends READY when it is free; it is asked again every `wait` seconds as well.
+        Then the daemon sends READY when it is free; it is asked again every `wait` seconds as well. A cancelled claim
+        waits a moment for its answer: if the lease was given, `term` is set, and it can be given back.
 
         Raises:
             ReplicadError: the daemon's refusal but for LeaseHeld, or ConnectionLost.
@@ -105,7 +107,7 @@ class Holding:
                 async with claims.turn:
                     if not claims.quota.free:  # other partitions were claimed meanwhile
                         continue
-                    await self._ask(claims.client, wait)
+                    await await_answer(partial(self._ask, claims.client, wait), LAST_ANSWER)
                     claims.quota.take()
             except LeaseHeld:
                 answered()
@@ -162,13 +164,13 @@ class Holding:
         """The reason why the lease is over."""
         return self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
 
-    def past(self, *, busy: bool) -> Past:
-        """The lease to give back before the next claim. `busy`: calls were cancelled.
+    def past(self, note: Mapping[str, Any] | None, *, busy: bool) -> Past:
+        """The lease to give back before the next claim. `note`: of a clean end. `busy`: calls were cancelled.
 
         A cancelled call may still take effect, so no other worker may get its ids before the deadline.
         """
         over = self._lost is not None or anyio.current_time() >= self._deadline()
-        return Past(self.term, self._deadline() if busy else 0.0, clean=not (busy and over))
+        return Past(self.term, self._deadline() if busy else 0.0, None if busy and over else note)
 
     def _deadline(self) -> float:
         return self._asked + self._ttl

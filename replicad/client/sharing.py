@@ -11,6 +11,7 @@ worker above its share, and given back when another one wants it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 
@@ -18,12 +19,14 @@ from replicad.client.async_client import AsyncClient, when_ready
 from replicad.client.refusals import may_pass
 from replicad.errors import ReplicadError
 from replicad.eventlog import get_logger
+from replicad.loops import await_answer
 from replicad.retry import Backoff
 from replicad.tubes.commands import PartitionShare
 
 INTERVAL = 5.0  # seconds between two SHAREs; a worker that begins or ends is noticed within them
 SHARES = 3  # in a time to live of the leases at least: a worker counts for as long as its leases last
 PATIENCE = 1.5  # intervals for which a partition stays free before a worker claims it above its share
+LAST_ANSWER = 1.5  # seconds that a cancelled CLAIM or SHARE waits for its answer; an end by SIGTERM takes 5 at most
 MOVING = 0.1  # seconds before the next SHARE while partitions move; then growing up to the interval
 
 log = get_logger(__name__)
@@ -99,7 +102,9 @@ class PartitionSharing:
             changed = self._quota.changed  # taken first: a lease may end before the answer is here
             when_ready(client, self._tube, None, self._quota.stir)
             try:
-                share = await client.share(self._tube, holder=holder, ttl=self._ttl, ready=True)
+                share = await await_answer(
+                    partial(client.share, self._tube, holder=holder, ttl=self._ttl, ready=True), LAST_ANSWER
+                )
             except ReplicadError as error:
                 if not may_pass(error):
                     raise

@@ -6,6 +6,11 @@ A *trial* is a call with some ids. A trial of several ids that failed is divided
 that failed alone is tried again after growing pauses, and parked after `tries`. A trial that waits for its time holds
 no place, so failing ids delay the others only by their calls.
 
+Ids that have failed alone and are due at the same time are tried again *together*, up to TOGETHER of them in one call.
+Such a trial is not divided when it fails: it counts as one failure of each id. The first try and the last one before an
+id is parked are alone, so no id is parked because of another. So a thousand failing ids cost two thousand calls and a
+few more, however many tries they have.
+
 An id may be parked only while other calls succeed, because when everything fails, the downstream is probably
 unavailable. If only failing ids are left, one id that was processed before is processed once more: its success shows
 that the downstream works. (A worker may process any id again at any time; pods are delivered at least once.)
@@ -23,9 +28,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import random
 
+from replicad.client.attempts import row_key
 from replicad.client.ledger import IdQueue, Ledger, Touch
 from replicad.retry import Backoff
 
+TOGETHER = 50  # ids that have failed alone, in one call: a failing id costs two calls more at most
 DOUBT = 32  # failed calls in a row without a success, after which calls are made one at a time
 SOON = 0.001  # seconds
 DOUBT_GROWTH = 1.15  # of the pause between two calls: with one good id in 40 it is found within two minutes
@@ -37,7 +44,8 @@ class Trial:
 
     `tries`: how often the one id has failed alone; `before`: the number of successes when its first try alone began,
     and `began`: when the present call began. `again`: the id was processed before, and is processed once more.
-    `probe`: the call began in doubt. `alone`: no other call runs in the process meanwhile.
+    `probe`: the call began in doubt. `alone`: no other call runs in the process meanwhile. `apart`: it is not tried
+    together with others. `members`: the trials that are tried together in this one.
     """
 
     touches: Sequence[Touch]
@@ -48,6 +56,8 @@ class Trial:
     again: bool = False
     probe: bool = False
     alone: bool = False
+    apart: bool = False
+    members: Sequence[Trial] = ()
 
 
 @dataclass(order=True, slots=True)
@@ -96,6 +106,7 @@ class Triage:
         self._proof: Touch | None = None  # an id that was processed
         self._proof_at = 0.0
         self.successes = 0
+        self.failing: dict[str, int] = {}  # by `row_key`: how often ids have failed alone, also under leases before
         self.most = batch_ids  # ids in a trial
         self.is_suspect: Callable[[Touch], bool] | None = None  # whether an id is tried alone
 
@@ -161,8 +172,25 @@ class Triage:
             return proof
         if self._parts and (self._turn % 5 or not self._alone or self._alone[0].due > now):  # there may be good ids
             return self._parts.popleft()
-        first = min((timed for timed in (self._alone, self._unproven) if timed), key=lambda timed: timed[0])
-        return heapq.heappop(first).trial
+        heap = min((timed for timed in (self._alone, self._unproven) if timed), key=lambda timed: timed[0])
+        first = heapq.heappop(heap).trial
+        return self._join_others(first, now) if heap is self._alone and self._may_join(first) else first
+
+    def _may_join(self, trial: Trial) -> bool:
+        """Whether ids are tried again together: not for the last time, and without a limit every second time."""
+        last = trial.tries + 1 >= self._tries if self._tries else trial.tries % 2 == 0
+        return not (last or trial.alone or trial.apart)
+
+    def _join_others(self, first: Trial, now: float) -> Trial:
+        """A trial with the ids that are due as well and may be tried together."""
+        members, most = [first], min(TOGETHER, self.most)
+        while (
+            self._alone and len(members) < most and self._alone[0].due <= now and self._may_join(self._alone[0].trial)
+        ):
+            members.append(heapq.heappop(self._alone).trial)
+        if len(members) == 1:
+            return first
+        return Trial([trial.touches[0] for trial in members], members=members)
 
     def _take_proof(self) -> Trial | None:
         """The id that was processed before, once more; None if there is none, or if it was touched meanwhile."""
@@ -216,6 +244,9 @@ class Triage:
         self.successes += 1
         self._in_a_row = 0
         self._proof = trial.touches[-1]
+        if self.failing:
+            for touch in trial.touches:
+                self.failing.pop(row_key(touch), None)
         if trial.lane is not None and not slow:
             self._size = min(self._most, max(self._size, 2 * len(trial.touches)))
         unproven, self._unproven = self._unproven, []
@@ -239,6 +270,11 @@ class Triage:
         if trial.again:
             self._proof, self._proof_at = trial.touches[0], self._next_probe + SOON  # the next probe is another id
             return False
+        for member in trial.members:
+            member.apart = hung
+            self._failed_alone(member, now, 1)
+        if trial.members:
+            return False
         ids = len(trial.touches)
         if trial.lane is not None:
             self._size = max(1, min(self._size, ids) // 2)
@@ -248,8 +284,13 @@ class Triage:
             return False
         if not trial.tries:
             trial.before = trial.began
-        trial.tries += tries
         trial.lane = None
+        return self._failed_alone(trial, now, tries)
+
+    def _failed_alone(self, trial: Trial, now: float, tries: int) -> bool:
+        """The one id of the trial has failed, for so many tries. True: park it."""
+        key = row_key(trial.touches[0])
+        self.failing[key] = trial.tries = max(trial.tries, self.failing.get(key, 0)) + tries
         enough = 0 < self._tries <= trial.tries
         if enough and (self.successes > trial.before or (self._ledger.rows <= 1 and self._without_proof())):
             return True

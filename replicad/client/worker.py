@@ -56,7 +56,7 @@ from replicad.errors import (
 )
 from replicad.eventlog import get_logger
 from replicad.groups import leaves, raise_as_it_was
-from replicad.loops import calling, open_plain_tasks
+from replicad.loops import calling, open_plain_tasks, outliving
 from replicad.protocol.tokens import START, Cursor
 from replicad.retry import Backoff
 from replicad.tubes.commands import MAX_TABLES, Part
@@ -93,7 +93,7 @@ class WorkerSettings:
     exclude_backfill: bool = False  # leave backfill pods where they are, for a downstream under pressure
     lease_ttl: float = 30.0
     poll: float = 20.0  # after so long a partition without pods, or without its lease, asks again, though no READY came
-    tries: int = 5  # of a single id, or of a pod that cannot be read, before it is parked; 0: without limit
+    tries: int = 5  # of an id, or of a pod that cannot be read, before it is parked; 0: without limit
     call_timeout: float = 60.0  # a call that takes longer is cancelled and has failed: a hanging call keeps its lease
     backoff_first: float = 0.5
     backoff_cap: float = 60.0
@@ -207,7 +207,7 @@ class Partition:
             backoff=Backoff(settings.backoff_first, settings.backoff_cap),
             without_proof=self._unproven_once,
         )
-        self._attempts = Attempts(client, work.tube, part)
+        self._attempts = Attempts(client, work.tube, part, self._triage.failing)
         self._cursor = START
         self._tables_until = 0.0  # when the names of tables are asked for again
         self._early: set[int] = set()  # seqs above the cursor that were read and not acked
@@ -246,7 +246,8 @@ class Partition:
                 await self._hold(lease)
             finally:
                 if lease.term:
-                    self._work_for.past[self.part] = lease.past(busy=self._calls > 0)
+                    note = self._attempts.last_note()
+                    self._work_for.past[self.part] = lease.past(note, busy=self._calls > 0)
             await self._end_past()
         finally:
             if held:
@@ -378,8 +379,11 @@ class Partition:
         self._failed_reads = 0
         self._one_by_one = max(0, self._one_by_one - 1)
         self._cursor = found.end.cursor
+        empty = not found and not self._ledger.pods
+        if empty:
+            self._triage.failing.clear()  # of ids that were processed or parked, perhaps by another worker
         if self._attempts.careful:
-            await self._attempts.relax(empty=not found and not self._ledger.pods)
+            await self._attempts.relax(empty=empty)
             self._set_care()
         if not found and not self._ready:
             self._read_at = anyio.current_time() + settings.poll
@@ -652,7 +656,10 @@ class Partition:
             for (seq, tries, _), (ids, error) in alike.items():
                 if not await self._put_aside(seq, ids, tries, error):
                     return
-            self._attempts.forget(row_key(touch) for touch, _, _ in failed)
+            keys = [row_key(touch) for touch, _, _ in failed]
+            self._attempts.forget(keys)
+            for key in keys:
+                self._triage.failing.pop(key, None)
             self._finish([touch for touch, _, _ in failed])
 
 
@@ -674,10 +681,10 @@ class Worker:
 
     `open_client` makes a client; it is called a few times, whatever the number of partitions, and once in a thread with
     an event loop of its own, which renews the leases. `handle` processes a batch and returns when the downstream has
-    it; if it raises or takes longer than `call_timeout`, the ids are divided and tried again. An id that fails alone
-    `tries` times is parked: while others succeed, always; while nothing else succeeds, the downstream may be
-    unavailable, so only one id of a partition is parked until a call succeeds. `handle` may get an id again at any
-    time. An id with which the process ends is parked by the workers after it (docs/tubes.md).
+    it; if it raises or takes longer than `call_timeout`, the ids are divided and tried again. An id that fails `tries`
+    times, the first and the last time alone, is parked: while others succeed, always; while nothing else succeeds, the
+    downstream may be unavailable, so only one id of a partition is parked until a call succeeds. `handle` may get an id
+    again at any time. An id with which the process ends is parked by the workers after it (docs/tubes.md).
 
     `control` is called with control pods, your own and the ones of backfills, when they are read; pods read before may
     still be in progress. A pod for which it fails is tried again and parked like an id; pods behind it go on meanwhile.
@@ -758,7 +765,7 @@ class Worker:
             count = min(CONNECTIONS, len(parts))
             clients = [await stack.enter_async_context(work.open_client()) for _ in range(count)]
             quota = Quota(float("inf") if self._only is not None else 0)
-            claims = ClaimConnection(await stack.enter_async_context(work.open_client()), quota)
+            claims = ClaimConnection(await stack.enter_async_context(outliving(work.open_client)), quota)
             async with open_plain_tasks() as tasks:
                 work.calls.begin(tasks)
                 tasks.start_soon(self._report)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from replicad.client.attempts import Attempts
 from replicad.client.worker import Batch, Worker, WorkerSettings
 from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database
@@ -95,6 +96,28 @@ async def test_a_worker_that_ends_cleanly_leaves_nothing_to_be_careful_about(
         assert await queue.fetch_value(NOTE) == "false"
         nursery.cancel_scope.cancel()
     assert await queue.fetch_value(NOTE) == "true"
+
+
+async def test_a_worker_that_ends_while_it_is_careful_leaves_the_suspects_to_the_next_one(
+    queue: Database, open_worker_client: OpenClient
+) -> None:
+    """Also a worker that ends before it has read the note, and one that gives the lease back at once."""
+    note = {"clean": False, "calls": ["0/7"], "alone": True, "ends": {"0/9": 1}}
+    part = Part(0, 2)
+    async with open_worker_client() as client:
+        lease = await client.claim("queue", part, holder="a!1")
+        await client.attempt("queue", part, lease.term, note)
+        await client.release("queue", part, lease.term)
+        for _ in range(2):
+            attempts = Attempts(client, "queue", part, {})
+            assert attempts.last_note() is None, "the note before was not read"
+            lease = await client.claim("queue", part, holder="b!1")
+            await attempts.begin(lease.term)
+            assert attempts.careful
+            assert attempts.is_suspect("0/7")
+            assert attempts._ends == {"0/7": 1, "0/9": 1}
+            await client.attempt("queue", part, lease.term, attempts.last_note())
+            await client.release("queue", part, lease.term)
 
 
 async def test_a_note_is_refused_under_another_term_and_returned_to_the_next_lease(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -127,3 +128,48 @@ async def test_many_partitions_with_short_leases_are_drained_over_few_connection
         assert len(list(daemon.hub)) <= 8  # for pods, claims, renewals, and perhaps a report and a question
         nursery.cancel_scope.cancel()
     assert worker.statistics.processed >= 128
+
+
+async def test_a_worker_that_is_cancelled_before_it_reads_the_answer_to_its_claim_gives_the_lease_back(
+    queue: Database, open_worker_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted, gate = trio.Event(), trio.Event()
+    claim = LeaseBook.claim
+
+    async def claim_and_wait(book: LeaseBook, *args: Any) -> Lease:
+        lease = await claim(book, *args)
+        granted.set()
+        await gate.wait()
+        return lease
+
+    monkeypatch.setattr(LeaseBook, "claim", claim_and_wait)
+    note = {"clean": False, "calls": ["0/7"]}
+    await queue.execute("INSERT INTO tube.tube_attempt VALUES ('queue', 1, 0, $1)", json.dumps(note))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Worker(open_worker_client, "queue", handle, settings=SETTINGS).run)
+        await granted.wait()
+        assert await queue.fetch_value("SELECT count(*) FROM tube.tube_lease") == 1
+        nursery.cancel_scope.cancel()
+        gate.set()
+    assert await queue.fetch_value("SELECT count(*) FROM tube.tube_lease") == 0
+    assert await queue.fetch_value("SELECT count(*) FROM tube.tube_worker") == 0
+    assert json.loads(await queue.fetch_value("SELECT note FROM tube.tube_attempt")) == note
+
+
+async def test_a_worker_that_is_cancelled_ends_although_its_claim_is_not_answered(
+    queue: Database, open_worker_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.client.leases.LAST_ANSWER", 0.1)
+    asked = trio.Event()
+
+    async def claim(*_: Any) -> Lease:
+        asked.set()
+        await trio.sleep_forever()
+        raise AssertionError
+
+    monkeypatch.setattr(LeaseBook, "claim", claim)
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Worker(open_worker_client, "queue", handle, settings=SETTINGS).run)
+            await asked.wait()
+            nursery.cancel_scope.cancel()

@@ -73,6 +73,31 @@ async def test_good_ids_are_processed_at_a_hundred_in_a_second_beside_nine_times
     assert took < PATIENCE
 
 
+async def test_poison_is_parked_although_no_worker_lives_for_two_of_its_tries(
+    queue: Database, open_worker_client: OpenClient
+) -> None:
+    """Each worker ends after its first try, and leaves the number of tries to the next one."""
+    settings = WorkerSettings(tries=3, backoff_first=600.0, backoff_cap=600.0)
+
+    async def work(number: int) -> None:
+        downstream = Downstream()
+        worker = Worker(open_worker_client, "queue", downstream.handle, settings=settings)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(worker.run)
+            await put(queue, [number], 1)
+            await until(lambda: number in downstream.done)
+            if number < 2:
+                await until(lambda: bool(worker._at_work[0]._triage.failing))
+            else:
+                await until(lambda: worker.statistics.parked == 1)
+            nursery.cancel_scope.cancel()
+
+    await put(queue, [-1], 1)
+    for number in range(3):
+        await work(number)
+        assert await queue.fetch_value(PARKED) == (number == 2)
+
+
 async def test_poison_that_comes_alone_after_successes_is_parked_and_in_an_outage_nothing_is(
     queue: Database, open_worker_client: OpenClient
 ) -> None:

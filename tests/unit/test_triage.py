@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from replicad.client.ledger import IdQueue, Ledger
+from replicad.client.ledger import IdQueue, Ledger, Touch
 from replicad.client.triage import DOUBT, Triage, Trial
 from replicad.retry import Backoff
 
@@ -75,7 +75,64 @@ def test_good_ids_come_at_a_hundred_in_a_second_beside_any_share_of_poison(share
     good = sum(id > 0 for id in ids)
     play = Play(ids, bad=negative, call=0.003)
     took = play.play(lambda: len(play.done) == good, within=good / 100 + 5)
-    play.play(lambda: len(play.parked) == len(ids) - good, within=900.0 - took)
+    play.play(lambda: len(play.parked) == len(ids) - good, within=120.0 - took)
+
+
+def test_twenty_seven_thousand_poison_ids_are_parked_within_three_minutes_beside_good_ids() -> None:
+    """A call takes 3 ms, and there are four at a time. The pauses of one id alone take 7.5 s."""
+    ids = [n if n % 10 == 0 else -n for n in range(1, 30_001)]
+    play = Play(ids, bad=negative, call=0.003)
+    play.play(lambda: len(play.done) == 3000, within=35.0)
+    play.play(lambda: len(play.parked) == 27_000, within=150.0)
+    assert play.calls < 3 * len(ids)
+
+
+def test_ids_that_failed_alone_are_tried_again_together_and_parked_only_alone() -> None:
+    play = Play([*range(-40, 0), 1], bad=negative)
+    failed_in: dict[int, list[int]] = {id: [] for id in range(-40, 0)}
+    end = play.end
+
+    def note(trial: Trial) -> None:
+        for touch in trial.touches:
+            if trial.lane is None and (trial.members or len(trial.touches) == 1) and touch.id < 0:
+                failed_in[touch.id].append(len(trial.touches))
+        end(trial)
+
+    play.end = note  # type: ignore[method-assign]
+    play.play(lambda: len(play.parked) == 40, within=60.0)
+    assert all(sizes[-1] == 1 for sizes in failed_in.values())
+    assert sum(size > 1 for sizes in failed_in.values() for size in sizes) > 80, "two of the tries of most ids"
+
+
+def test_good_ids_that_failed_alone_in_an_outage_are_processed_although_they_are_tried_together_with_poison() -> None:
+    play = Play(list(range(-100, 100)), bad=lambda id: id < 0 or play.now < 5.0)
+    play.play(lambda: len(play.done) == 100, within=60.0)
+    play.play(lambda: len(play.parked) == 100, within=120.0)
+    assert play.done == set(range(100))
+
+
+def test_an_id_that_hangs_delays_the_ids_with_which_it_is_tried_together_once() -> None:
+    play = Play([-1, -2], bad=negative)
+    bad = [Touch(id, 0, "T", (1 - id,)) for id in (-1, -2)]
+    members = [Trial([touch], tries=1) for touch in bad]
+    play.triage._running[None] += 1
+    play.triage.failed(Trial(bad, members=members), 0.0, hung=True)
+    again = [play.triage._take_failed(100.0) for _ in bad]
+    assert [len(trial.touches) for trial in again] == [1, 1]
+
+
+def test_the_tries_of_an_id_go_on_under_the_next_lease() -> None:
+    play = Play([-1, 1, 2, 3], bad=negative)
+    play.triage.failing["0/-1"] = 4
+    play.play(lambda: play.parked == {-1}, within=1.0)
+    assert play.triage.failing == {"0/-1": 5}
+
+
+def test_an_id_that_was_processed_has_failed_never() -> None:
+    play = Play([1], bad=lambda _: play.now < 0.1)
+    play.triage.failing["0/1"] = 2
+    play.play(lambda: play.done == {1}, within=60.0)
+    assert play.triage.failing == {}
 
 
 @pytest.mark.parametrize("front", [0, 2000])

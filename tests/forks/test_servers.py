@@ -119,6 +119,7 @@ async def test_a_switchover_and_back_gives_no_id_out_that_readers_have_passed(
         await no_one_begins_again(world)
 
 
+@pytest.mark.long
 async def test_connections_that_still_lead_to_the_old_primary_are_not_read_from(
     postgres_folder: Path, fork_template: Path
 ) -> None:

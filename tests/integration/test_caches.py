@@ -201,7 +201,7 @@ def slow_load(db: Database) -> Callable[[int], Awaitable[int]]:
     return load
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("blocking", marks=pytest.mark.long), "trio"])
 async def test_nothing_stale_is_served_through_races_cuts_and_killed_daemons(
     kind: str, things: Database, database_url: str, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ LEFT = 0.5  # of what the crowd took, at most; a third is usual here, and all of
 
 
 @pytest.mark.skipif(allocator_of_this_process() is None, reason="needs glibc 2.33 or newer")
+@pytest.mark.long
 async def test_the_memory_of_a_crowd_goes_back_to_the_system(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

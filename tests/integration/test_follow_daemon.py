@@ -77,7 +77,7 @@ class Reader:
         self.tokens.append(event.token)
 
 
-@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("linear", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_every_row_once_and_in_order_through_cuts_kills_and_changes_of_daemon(
     facts: Database, database_url: str, start_daemon: Callable[..., Any], linear: bool
 ) -> None:

@@ -220,6 +220,7 @@ class Loop(trio.abc.Instrument):
             self.longest = max(self.longest, time.thread_time() - self._began)
 
 
+@pytest.mark.long
 async def test_requests_of_strangers_leave_no_cycles_of_references_and_stop_nobody(
     events: Database, daemon: Daemon
 ) -> None:

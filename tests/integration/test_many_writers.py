@@ -282,7 +282,7 @@ async def test_a_writer_whose_row_may_still_come_is_not_retired(
     assert await Registry(facts).retire_writers("facts", ["w2"], quiet=0) == 1
 
 
-@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("linear", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_no_row_is_missed_while_writers_join_are_retired_and_become_too_many(
     facts: Database, start_daemon: Callable[..., Any], linear: bool
 ) -> None:

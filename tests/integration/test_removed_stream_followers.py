@@ -55,7 +55,7 @@ async def blocking_events(port: int) -> AsyncIterator[Events]:
         yield read(follower)
 
 
-@pytest.mark.parametrize("follow", [trio_events, blocking_events])
+@pytest.mark.parametrize("follow", [trio_events, pytest.param(blocking_events, marks=pytest.mark.long)])
 async def test_the_other_stream_goes_on_over_one_connection_and_the_removed_one_comes_back(
     two: Database, daemon: Daemon, follow: Callable[[int], Any]
 ) -> None:

@@ -132,6 +132,7 @@ async def test_killed_at_any_moment_it_delivers_every_fact_in_order_and_repeats_
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.long
 async def test_senders_of_two_streams_that_are_killed_lose_nothing_though_receivers_refuse_facts(
     facts: Database, daemon: Daemon, receiver: Receiver, arguments: Arguments, tmp_path: Path
 ) -> None:

@@ -247,8 +247,17 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("error", [OSError("x"), MemoryError(), ValueError("x"), AssertionError(), DatabaseError("x")])
-@pytest.mark.parametrize("step", STEPS)
+ERRORS = (OSError("x"), MemoryError(), ValueError("x"), AssertionError(), DatabaseError("x"))
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [  # two errors for each step, and each error for at least two steps
+        pytest.param(step, ERRORS[at % 5], marks=[] if at < number + 2 else [pytest.mark.long])
+        for number, step in enumerate(STEPS)
+        for at in range(number, number + 5)
+    ],
+)
 @pytest.mark.parametrize("paces", [Paces(tubes=TubeIntervals(look=0.05, backfills=BackfillIntervals(retry=0.5)))])
 async def test_what_a_step_raises_ends_that_step_only_and_is_reported_until_it_works_again(
     tubes: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception

@@ -64,6 +64,7 @@ def test_a_place_that_cannot_be_is_refused_with_a_sentence(spark: SparkSession, 
         open_checkpoint(tmp_path / "file" / "below", spark).make()
 
 
+@pytest.mark.long
 def test_a_pipeline_goes_on_from_a_checkpoint_that_hadoop_reads(
     spark: SparkSession, cities: Cities, tmp_path: Path, uri: str
 ) -> None:

@@ -90,7 +90,7 @@ def source(served: Served, kind: Kind) -> dict[str, int]:
     ("name", "downstream"),
     [
         ("uuid", "postgres"),
-        ("several", "parquet"),
+        pytest.param("several", "parquet", marks=pytest.mark.long),
         pytest.param("several", "postgres", marks=pytest.mark.long),
         pytest.param("date", "delta", marks=pytest.mark.long),
         pytest.param("bytea", "parquet", marks=pytest.mark.long),

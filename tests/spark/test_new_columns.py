@@ -248,6 +248,7 @@ def test_a_start_follows_stops_or_ignores_what_the_checkpoint_does_not_know(citi
 
 @pytest.mark.spark
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_a_running_pipeline_follows_a_migration_from_shard_to_shard(
     spark: SparkSession, cities: Cities, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ BENCHMARKS = {
     "redis": "Redis: rows published to many subscribers, against a plain publisher; the latency that it adds to TCP",
     "presence": "Presence: users who come and go, the latency of one, and relays from one daemon to another",
     "sharding": "Sharded writers: what owning a key costs a write, and how long keys take to change hands",
+    "gaps": "Gaps: rows that readers by id miss beside eight writers, and what they wait; --scale 50 for ten million",
     "bloat": "Bloat: reading tubes while an old snapshot keeps acked pods from VACUUM, against the same without",
     "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
 }  # fmt: skip

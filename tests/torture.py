@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many seconds")
     parser.add_argument("--only", default="", help=f"kinds of faults, with commas: {','.join(KINDS)}")
     parser.add_argument("--verbose", action="store_true", help="print what happened when, where nothing is wrong too")
+    parser.add_argument("--first", action="store_true", help="end with the first failure")
     parser.add_argument("--steps", default="", metavar="JSON", help="play these rounds of steps in place of the seed's")
     text = f"after a failure, look for so long for the shortest schedule that fails (default {SHRINKING}; 0: do not)"
     parser.add_argument("--shrink", type=float, default=SHRINKING, metavar="SECONDS", help=text)
@@ -64,7 +65,15 @@ def main() -> None:
         for seed in seeds:
             show(seed, only)
         return
-    failed = torture(seeds, options.seconds, only, verbose=options.verbose, shrinking=options.shrink, steps=steps)
+    failed = torture(
+        seeds,
+        options.seconds,
+        only,
+        first=options.first,
+        verbose=options.verbose,
+        shrinking=options.shrink,
+        steps=steps,
+    )
     sys.exit(f"{len(failed)} schedules failed: {' '.join(map(str, failed))}" if failed else 0)
 
 
@@ -80,6 +89,7 @@ def torture(
     seconds: float = float("inf"),
     only: Collection[str] = (),
     *,
+    first: bool = False,
     verbose: bool = False,
     shrinking: float = 0,
     steps: Rounds | None = None,
@@ -96,7 +106,7 @@ def torture(
                 return not await play(seed, folder, template, rounds, verbose=verbose, report=report)
 
         for seed in seeds:
-            if time.monotonic() - began > seconds:
+            if time.monotonic() - began > seconds or (first and failed):
                 break
             played += 1
             rounds = steps or make_schedule(seed, only)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from replicad.postgres.programs import find_programs
-from tests.proof import page
+from tests.proof import defects, page
 from tests.proof.catalogue import (
     LONG_SECONDS,
     ROOT,
@@ -216,6 +216,28 @@ def _done(one: Mapping[str, Any] | None, *, failed: bool) -> bool:
     return failed or (datetime.now(UTC) - at).total_seconds() < FRESH
 
 
+def put_back(names: Sequence[str], seconds: float) -> int:
+    """Put back the defects of these names, or all, until the time is over; 1 if one was not found."""
+    deadline, found, missed = time.monotonic() + seconds, results(), []
+    for defect in defects.chosen(names):
+        if time.monotonic() > deadline:
+            missed.append(defect.name)
+            continue
+        one = defects.find(defect)
+        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        found["defects"][defect.name] = one | {"date": date, "commit": commit()}
+        print(
+            f"{one['outcome']:9} {one['seconds']:6.1f} s  {defect.name}: {one.get('by', '')} {one.get('why', '')}",
+            flush=True,
+        )
+        keep(found)
+        page.PAGE.write_text(page.render(found), encoding="utf-8")
+        if one["outcome"] != "found":
+            missed.append(defect.name)
+    print(f"{len(missed)} not found or not reached in time: {', '.join(missed)}" if missed else "all were found")
+    return 1 if missed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.proof", description=__doc__)
     parser.add_argument("--fault", action="append", default=[], help="a number or an everyday event; several times")
@@ -224,8 +246,12 @@ def main() -> int:
     parser.add_argument("--failed", action="store_true", help="only what has not passed")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for everything (default {SECONDS})")
     parser.add_argument("--workers", default="auto", help="tests side by side (default auto)")
+    text = "put back each defect of tests/proof/defects, or those that are named, and see that it is found"
+    parser.add_argument("--defects", nargs="*", default=None, metavar="NAME", help=text)
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
     options = parser.parse_args()
+    if options.defects is not None:
+        return put_back(options.defects, options.seconds)
     commands = chosen(options)
     if options.list:
         print("\n".join(command.line for command in commands))

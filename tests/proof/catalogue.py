@@ -123,10 +123,9 @@ def every_command() -> list[Command]:
 
 
 def results() -> dict[str, Any]:
-    """What the last runs found: `about` (machine and versions), and `runs` by the text of the command."""
-    if not RESULTS.exists():
-        return {"about": {}, "runs": {}}
-    return dict(json.loads(RESULTS.read_text(encoding="utf-8")))
+    """What the last runs found: `about` (machine and versions), `runs` by the text of the command, and `defects`."""
+    none: dict[str, Any] = {"about": {}, "runs": {}, "defects": {}}
+    return none | (json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {})
 
 
 def keep(found: dict[str, Any]) -> None:

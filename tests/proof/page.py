@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from tests.proof.catalogue import ROOT, Command, Fault, every_command, everyday, faults, results
+from tests.proof.defects import defects
 
 PAGE = ROOT / "docs/faults.md"
 HEAD = """\
@@ -41,7 +42,7 @@ def render(found: dict[str, Any]) -> str:
     runs = found["runs"]
     parts = [HEAD, _summary(found), "## Faults\n"]
     parts += [_section(fault, runs) for fault in faults()]
-    parts.append(_everyday(runs))
+    parts += [_everyday(runs), _defects(found["defects"])]
     return "\n".join(parts)
 
 
@@ -78,6 +79,24 @@ def _everyday(runs: dict[str, Any]) -> str:
         [(parts, [command])] = event.runs
         kind = "streams" if parts == ("TCP",) else "tubes"
         lines.append(f"| {event.fault} | {kind} | `{command.line}` | {_result(runs, command)} |")
+    return "\n".join([*lines, ""])
+
+
+def _defects(found: dict[str, Any]) -> str:
+    lines = [
+        "## Defects put back\n",
+        "A test that cannot fail proves nothing. `make proof PROOF_ARGS=--defects` puts back defects that replicad",
+        "had, one at a time, by the patches in `tests/proof/defects`. A defect counts as found if the command fails",
+        "with it and passes without it.\n",
+        "| defect | mended by | found by | result |",
+        "|---|---|---|---|",
+    ]
+    for defect in defects():
+        one = found.get(defect.name)
+        by = (one or {}).get("by") or defect.found_by[0].line
+        word = "not run" if one is None else f"{one['outcome']}, {one['date']}, {one['seconds']:.0f} s"
+        why = f": {one['why']}".replace("|", "\\|").replace("`", "'") if one and one.get("why") else ""
+        lines.append(f"| {defect.what} | {defect.mended_by} | `{by}` | {word}{why} |")
     return "\n".join([*lines, ""])
 
 

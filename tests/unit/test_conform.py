@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from replicad.cli.app import root
-from replicad.conform.transcript import ScriptError, as_bytes, client_checks, fill, match, read_script, server_checks
+from replicad.conform.transcript import (
+    Result,
+    ScriptError,
+    as_bytes,
+    client_checks,
+    fill,
+    match,
+    read_script,
+    server_checks,
+)
 from replicad.terminal.command import CommandRun
 
 PAGE = " ".join((Path(__file__).parents[2] / "protocol.md").read_text(encoding="utf-8").split())
@@ -64,3 +75,22 @@ def test_the_list_shows_each_check_with_its_sentence() -> None:
         "EARLIEST begins with the first retained row",
         "    `REPLICATE events EARLIEST` begins with the first retained row.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"), [(["not run"], 1), (["passed", "not run"], 0), (["passed", "failed"], 1)]
+)
+def test_a_run_in_which_no_check_has_passed_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[str], status: int
+) -> None:
+    ends: dict[str, dict[str, Any]] = {
+        "passed": {}, "failed": {"problem": "no answer"}, "not run": {"lacks": ["stream"]},
+    }  # fmt: skip
+
+    def checked(address: object, options: object, given: object, checks: Any, keep: Callable[[Result], None]) -> None:
+        for check, outcome in zip(checks, outcomes, strict=False):
+            keep(Result(check, **ends[outcome]))
+
+    monkeypatch.setattr("replicad.conform.cli._check_server", checked)
+    done = CliRunner().invoke(root, ["conform", "127.0.0.1:1"], obj=CommandRun())
+    assert (done.exit_code, type(done.exception)) == (status, SystemExit if status else type(None)), done.output

@@ -96,7 +96,7 @@ def test_the_page_is_made_from_the_catalogue_and_the_last_results() -> None:
 def test_a_failed_command_is_shown_as_failed_with_its_command() -> None:
     command = faults()[0].runs[0][1][0]
     run = {"outcome": "failed", "seconds": 1.0, "date": "2026-01-01 00:00 UTC", "why": "a row | is lost"}
-    text = page.render({"about": {}, "runs": {command.text: run}})
+    text = page.render({"about": {}, "runs": {command.text: run}, "defects": {}})
     assert f"- `{command.line}`: **failed**, 2026-01-01 00:00 UTC, 1.0 s: a row \\| is lost" in text
     assert f"`{command.line}` | **failed**" in text
 

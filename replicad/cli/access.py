@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from replicad.config.access import Client, Verbs, parse_name, read_access
+from replicad.config.access import READ, Client, Part, Verbs, parse_name, parse_part, part_text, read_access
 from replicad.config.browser_tokens import AUDIENCE, LIFE, Claims, sign
 from replicad.config.declaring import WHOLE
 from replicad.errors import EnvironmentRefused, UsageError
@@ -75,10 +75,11 @@ def test(client: str, verb: str, name: str | None, file: Path) -> int:
     if (name is None) == (verb in verbs.named):
         raise UsageError(f"{verb} needs the name of a stream or tube" if name is None else f"{verb} takes no name")
     allowed = found.may(verb, name)
-    echo(
-        f"{client} {'may' if allowed else 'may not'} {' '.join(filter(None, (verb, name)))}: {_why(found, verb, name)}"
-    )
-    return 0 if allowed else 1
+    parts = found.parts(name) if verb == READ and name is not None and not allowed else ()
+    only = f", but only where {' or '.join(map(part_text, parts))}" if parts else ""
+    may = "may" if allowed or parts else "may not"
+    echo(f"{client} {may} {' '.join(filter(None, (verb, name)))}{only}: {_why(found, verb, name)}")
+    return 0 if allowed or parts else 1
 
 
 @command.command("token", short_help="Make a secret for a client.")
@@ -120,6 +121,12 @@ Example:
 @option(
     "--minutes", type=ValueType(WHOLE, 1, int(LIFE) // 60), default=15, show_default=True, help="How long it is valid."
 )
+@option(
+    "--filter",
+    "part",
+    metavar="COLUMN=VALUE",
+    help="Read no more than the changes with this value of a filter column (`streams add --filter`).",
+)
 @option("--audience", metavar="NAME", default=AUDIENCE, show_default=True, help="replicad, or the name of one daemon.")
 @option(
     "--out",
@@ -128,12 +135,27 @@ Example:
     help="Write the token to a new file that only its owner can read, instead of printing it.",
 )
 def browser_token(
-    subject: str, streams: tuple[str, ...], *, key: Path, minutes: int, audience: str, out: Path | None
+    subject: str,
+    streams: tuple[str, ...],
+    *,
+    key: Path,
+    minutes: int,
+    part: str | None,
+    audience: str,
+    out: Path | None,
 ) -> None:
     """Make a token with which a page reads STREAMs (names or patterns) as SUBJECT, for trying. Your own program makes
     the tokens of your users, with any library for JSON Web Tokens (docs/access.md).
     """
-    _give(sign(Claims(subject, streams, int(time.time()) + 60 * minutes), key, audience), out)
+    claims = Claims(subject, streams, int(time.time()) + 60 * minutes, part=None if part is None else _part(part))
+    _give(sign(claims, key, audience), out)
+
+
+def _part(text: str) -> Part:
+    try:
+        return parse_part(text)
+    except ValueError as error:
+        raise UsageError(f"--filter {text[:80]!r} is no part of a stream: {error}") from None
 
 
 def _give(word: str, out: Path | None) -> None:

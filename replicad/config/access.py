@@ -17,12 +17,14 @@ from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote, unquote
 
 from replicad.config.declaring import WHOLE, Key, meant, not_known, parse_toml, read_toml
 from replicad.config.secrets import refuse_writable_by_others
 from replicad.errors import UsageError
 
 LIST = "list"  # the right to know that a name exists; every other right on the name gives it too
+READ = "read"  # the only right that a rule can give on a part
 ANY = "*"
 MAX_SECRETS = 2  # the present one and the next one, while clients change over
 MOST_FAULTS = 20  # of a file, in one message: looking for the names that were meant takes a millisecond for each
@@ -33,6 +35,27 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Part = tuple[str, str]
+"""A part of a stream of changes: a filter column of it, and one value, as the text of the column."""
+
+
+def parse_part(text: str) -> Part:
+    """The part that is written as `column=value`, with blanks and `%` as in a URL. Raises ValueError."""
+    column, equals, value = text.partition("=")
+    try:
+        found = unquote(column, errors="strict"), unquote(value, errors="strict")
+    except UnicodeDecodeError:
+        raise ValueError("its escapes with % are no UTF-8") from None
+    if not (column and equals):
+        raise ValueError("it is written as column=value; blanks and % in it as %20 and %25")
+    if "\0" in "".join(found):
+        raise ValueError("no text of Postgres has the character U+0000")
+    return found
+
+
+def part_text(part: Part) -> str:
+    """The text that `parse_part` reads."""
+    return "=".join(quote(each, safe="") for each in part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +75,12 @@ class Rule:
     """A line of `allow` or `deny`: `read orders*`, `relay`, or `*` for everything. `verb` may be `*`.
 
     `pattern` None: for everything that the verb can be used on. In a pattern `*` stands for any characters and `?` for
-    one. Upper and lower case differ.
+    one. Upper and lower case differ. `part`: the line allows no more than this part of the streams.
     """
 
     verb: str
     pattern: str | None = None
+    part: Part | None = None
 
     def covers(self, verb: str, name: str | None) -> bool:
         """Whether the line is about this verb and name. `name` None: the verb takes none."""
@@ -67,7 +91,8 @@ class Rule:
         return _glob(self.pattern)(name) is not None  # the decision is kept, so that this is rarely asked
 
     def __str__(self) -> str:
-        return self.verb if self.pattern is None else f"{self.verb} {self.pattern}"
+        words = (self.verb, self.pattern, None if self.part is None else part_text(self.part))
+        return " ".join(filter(None, words))
 
 
 def _glob(pattern: str) -> Callable[[str], object]:
@@ -96,6 +121,7 @@ class Client:
         """Whether the client may do this. `name` is that of a stream or tube; None for a verb that takes none.
 
         `deny` goes before `allow`. Whoever may do anything else with a name may `list` it; to deny `list` denies all.
+        Who may read a part of a stream (`parts`) may not `read` it.
         """
         if name is not None and len(name) > LONGEST_KEPT:
             return self._decide(verb, name)
@@ -106,6 +132,13 @@ class Client:
                 self._decided.clear()
             found = self._decided[key] = self._decide(verb, name)
         return found
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """The parts of a stream that the client may read, if it may not read the whole stream."""
+        if self.denied_by(READ, name) is not None:
+            return ()
+        found = (rule.part for rule in self.allow if rule.part is not None and rule.covers(READ, name))
+        return tuple(dict.fromkeys(found))
 
     @property
     def lists_everything(self) -> bool:
@@ -121,7 +154,7 @@ class Client:
     def _decide(self, verb: str, name: str | None) -> bool:
         if self.denied_by(verb, name) is not None:
             return False
-        if any(rule.covers(verb, name) for rule in self.allow):
+        if any(rule.part is None and rule.covers(verb, name) for rule in self.allow):
             return True
         if verb != LIST or name is None:
             return False
@@ -253,7 +286,7 @@ class _Reader:
             certificates=frozenset(self._texts(table, "certificate", _certificate)),
             networks=tuple(self._texts(table, "from", _network)),
             allow=tuple(self._texts(table, "allow", self._rule)),
-            deny=tuple(self._texts(table, "deny", self._rule)),
+            deny=tuple(self._texts(table, "deny", self._whole_rule)),
             instances=tuple(self._texts(table, "instances", _instance)),
             connections=self._number(table, "connections"),
             catchups=self._number(table, "catchups"),
@@ -313,9 +346,18 @@ class _Reader:
             raise ValueError(f"{verb} takes no name; write {verb!r}")
         if verb in self._verbs.named and not pattern:
             raise ValueError(f"name the streams or tubes: '{verb} orders*', or '{verb} *' for all")
-        if len(pattern) > 1 or "" in pattern:
-            raise ValueError("write one verb, one blank and one pattern, such as 'read orders*'")
-        return Rule(verb, pattern[0] if pattern else None)
+        if len(pattern) > 1 + (verb == READ) or "" in pattern:
+            raise ValueError(
+                "write one verb, one blank and one pattern, such as 'read orders*'; behind the pattern of `read` there "
+                "may be a part of the streams, such as 'read orders customer_id=42'"
+            )
+        return Rule(verb, pattern[0] if pattern else None, parse_part(pattern[1]) if len(pattern) > 1 else None)
+
+    def _whole_rule(self, text: str) -> Rule:
+        rule = self._rule(text)
+        if rule.part is not None:
+            raise ValueError("`deny` is about whole streams; let `allow` name the parts that the client may read")
+        return rule
 
     def _unknown(self, table: Mapping[str, Any], known: Collection[str], where: str) -> None:
         for key in table:

@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from replicad.config.access import Part
 from replicad.config.secrets import refuse_readable_by_others, refuse_writable_by_others
 from replicad.errors import EnvironmentRefused, NotAuthorised, UsageError
 from replicad.reading import Unreadable, read_json
@@ -29,7 +30,9 @@ MAX_FILE = 64 << 10  # bytes of a file of keys
 MIN_SECRET = 32  # bytes: as many as HS256 makes of it (RFC 7518, 3.2)
 RSA_BITS = range(2048, 4097)  # fewer can be factored, and more take too long before anything is known of the peer
 HS256, RS256, ES256 = "HS256", "RS256", "ES256"
-UNENFORCED = ("filter", "cnf")  # claims that narrow what a token is good for, in ways that nothing here checks
+FILTER = "filter"  # the claim that names the part of the streams
+MAX_VALUE = 1024  # characters of a column or a value in `filter`
+UNENFORCED = (FILTER, "cnf")  # claims that begin so narrow what a token is good for; of them only `filter` is checked
 PUBLIC = "openssl pkey -in PRIVATE.pem -pubout"
 
 _TOKEN = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)")
@@ -64,12 +67,15 @@ class BrowserKeys:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says that was found to be right. `expires`: seconds since 1970. `key`: the digest of its key."""
+    """What a token says that was found to be right. `expires`: seconds since 1970. `key`: the digest of its key.
+    `part`: of the streams, no more may be read.
+    """
 
     subject: str
     streams: tuple[str, ...]
     expires: float
     key: bytes = b""
+    part: Part | None = None
 
 
 # --- tokens ---
@@ -90,7 +96,7 @@ def verify(token: str, keys: BrowserKeys, now: float) -> Claims:
     if key is None:
         raise NotAuthorised(UNKNOWN)
     for name in payload:
-        if name.startswith(UNENFORCED):
+        if name.startswith(UNENFORCED) and name != FILTER:
             raise NotAuthorised(f"the browser token has the claim {name[:40]!r}, which this server cannot enforce")
     if keys.audience.isdisjoint(_texts(payload.get("aud"))):
         raise NotAuthorised(f"the browser token is not for this server: `aud` must have {AUDIENCE!r} or its name")
@@ -99,7 +105,28 @@ def verify(token: str, keys: BrowserKeys, now: float) -> Claims:
         raise NotAuthorised("`sub` of the browser token must be 1 to 128 printable characters of ASCII, without blanks")
     if not 0 < len(streams) <= MAX_PATTERNS or not all(map(_PATTERN.fullmatch, streams)):
         raise NotAuthorised(f"`streams` of the browser token must be 1 to {MAX_PATTERNS} patterns such as orders*")
-    return Claims(subject, streams, _expiry(payload, now), key.digest)
+    part = _part(payload[FILTER]) if FILTER in payload else None
+    return Claims(subject, streams, _expiry(payload, now), key.digest, part)
+
+
+def _part(found: object) -> Part:
+    """The part of the claim `filter`: one column, and its value as a text, a whole number or a boolean."""
+    if not isinstance(found, dict) or len(found) != 1:
+        raise NotAuthorised('`filter` of the browser token must have one column and its value: {"customer_id": "42"}')
+    [(column, value)] = found.items()
+    if isinstance(value, int):  # also a boolean, which Postgres writes in the same way
+        value = str(value).lower()
+    if (
+        not isinstance(value, str)
+        or not 0 < len(column) <= MAX_VALUE
+        or len(value) > MAX_VALUE
+        or "\0" in column + value
+    ):
+        raise NotAuthorised(
+            f"the value in `filter` of the browser token must be a text of up to {MAX_VALUE} characters, as Postgres "
+            "writes the value of the column, or a whole number, true or false"
+        )
+    return column, value
 
 
 def _object(part: str) -> dict[str, Any] | None:
@@ -302,4 +329,5 @@ def sign(claims: Claims, key: Path, audience: str = AUDIENCE) -> str:
     except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{where}: it has no secret and no private key in PEM to sign with: {error}") from None
     payload = {"sub": claims.subject, "aud": audience, "exp": claims.expires, "streams": list(claims.streams)}
+    payload |= {} if claims.part is None else {FILTER: dict([claims.part])}
     return str(jwt.encode(payload, material, algorithm=algorithm))

@@ -20,7 +20,19 @@ from typing import Any, Protocol
 import structlog
 import trio
 
-from replicad.config.access import ALL_RIGHTS, LIST, AccessFile, Client, Rule, Verbs, parse_ip, read_access
+from replicad.config.access import (
+    ALL_RIGHTS,
+    LIST,
+    READ,
+    AccessFile,
+    Client,
+    Part,
+    Rule,
+    Verbs,
+    parse_ip,
+    part_text,
+    read_access,
+)
 from replicad.config.browser_tokens import BrowserKeys, Claims, verify
 from replicad.daemon.service import Feature, HangUp
 from replicad.daemon.troubles import Troubles
@@ -105,6 +117,7 @@ def _place(address: str) -> str:
 
 PLACE = ("service", "access", "file")  # under which a broken access file is reported
 SHOWN = 80  # characters of a name in a message
+SHOWN_PARTS = 5  # of a stream, in a message
 MAX_NOTED = 100  # refusals of one connection that are logged, each (verb, object) once
 NO_VERBS = Verbs(frozenset(), frozenset())
 WRONG = "the token is wrong; ask the operator of this server for it"  # whatever the reason is
@@ -400,7 +413,7 @@ class ClientAccess:
         """
         claims = self._control.claims_of(token, now)
         self._digest = claims.key
-        rules = tuple(Rule("read", pattern) for pattern in claims.streams)
+        rules = tuple(Rule(READ, pattern, claims.part) for pattern in claims.streams)
         self._enter(Client(BROWSER + claims.subject, (claims.key,), allow=rules, connections=BROWSERS), "browser token")
         return claims.expires
 
@@ -476,7 +489,44 @@ class ClientAccess:
                 raise self._forbidden(kind.VERB, None, None)
             return True
         name = getattr(command, kind.OBJECT)
+        if name is not None and kind.VERB == READ and self._parts(name):
+            return True  # the service asks `part_of`
         return name is None or self.require(kind.VERB, kind.OBJECT, name)
+
+    def part_of(self, stream: str, asked: Part | None) -> Part | None:
+        """The part of a stream that a client gets which asks for `asked` (None: for the stream); None: the whole.
+
+        A client that may read one part only gets that one without asking for it.
+
+        Raises:
+            Forbidden: the client may not read that.
+        """
+        if not self.limited or self.may(READ, stream):
+            return asked
+        parts = self._parts(stream)
+        if asked in parts:
+            return asked
+        if not parts:
+            raise self._forbidden(READ, "stream", stream)
+        if asked is None and len(parts) == 1:
+            return parts[0]
+        self._note(READ, stream)
+        known = ", ".join(map(part_text, parts[:SHOWN_PARTS])) + (", ..." if len(parts) > SHOWN_PARTS else "")
+        only = f"client {self.name} may read no more of stream {stream[:SHOWN]} than the part where {known}"
+        if asked is None:
+            raise Forbidden(f"{only}; name one of them: REPLICATE {stream[:SHOWN]} NOW where={part_text(parts[0])}")
+        raise Forbidden(f"{only}, and not where={part_text(asked)[:SHOWN]}; ask for your part, or name none")
+
+    def may_read_part(self, stream: str, part: Part) -> bool:
+        """Whether the client may read this part of the stream."""
+        return self.may(READ, stream) or part in self._parts(stream)
+
+    def may_read_some(self, stream: str) -> bool:
+        """Whether the client may read the stream or a part of it."""
+        return self.may(READ, stream) or bool(self._parts(stream))
+
+    def _parts(self, stream: str) -> tuple[Part, ...]:
+        return () if self.client is None or self.client.may(READ, stream) else self.client.parts(stream)
 
     def require_plain(self, verb: str) -> None:
         """Raise Forbidden if the client may not use a verb that takes no name."""

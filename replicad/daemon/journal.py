@@ -84,6 +84,7 @@ OFFER_BYTES = 16 * 1024  # of a chunk that is sent at once; a socket takes it, a
 KEPT = 5.0  # seconds for which a chunk stays that all readers have: a client that catches up may join before it
 TIDY = 0.5  # seconds between two looks for such chunks, while rows come
 TIDIED = 1000  # chunks that are removed at once: some milliseconds
+ROW = b"RDATA "  # begins a chunk of rows
 SLICE = 200  # readers that are sent a chunk, some 2 ms, before other tasks run
 
 
@@ -144,6 +145,7 @@ class Reader:
         "offer",
         "on_fall",
         "on_stop",
+        "preface",
         "standing",
         "wake",
     )
@@ -163,6 +165,7 @@ class Reader:
         self.on_fall = wake  # called when it was dropped: its session may hang in a send and never take more
         self.on_stop: Callable[[RowUnreadable], None] | None = None  # called when the stream stops at its cursor
         self.ended: ReplicadError | None = None
+        self.preface = b""  # lines that are sent together with the first rows
 
     def take_nowait(self) -> list[bytes]:
         """The next chunks, about TAKE_BYTES; none at the head. They are not copied.
@@ -190,6 +193,9 @@ class Reader:
                 continue
             if taken and size + len(chunk.data) > TAKE_BYTES:
                 break
+            if self.preface and chunk.data.startswith(ROW):
+                taken.append(self.preface)
+                self.preface = b""
             taken.append(chunk.data)
             size += len(chunk.data)
             self.cursor += 1
@@ -202,7 +208,7 @@ class Reader:
 
     def offer_nowait(self, index: int, chunk: _Chunk) -> bool:
         """Send the last chunk, number `index`, if everything before it was taken and the socket is free."""
-        if self.cursor != index or self._inserted is not None:
+        if self.cursor != index or self._inserted is not None or self.preface:
             return False
         if not chunk.extended or self.extended:
             if self.offer is None or not self.offer(chunk.data):

@@ -441,9 +441,11 @@ class Outbox:
         *,
         extended: bool,
         preamble: bytes = b"",
+        preface: bytes = b"",
         on_stop: Callable[[RowUnreadable], None] | None = None,
     ) -> Reader:
         """Send the chunks of a journal from `cursor` on, after the queued lines and then `preamble` (whole lines).
+        `preface`: whole lines that are sent together with the first rows.
 
         A preamble does not count towards the limit of the queue: there is one for each stream. If the stream stops
         before an unreadable row, all rows before it are sent; then the reading ends and `on_stop` is called.
@@ -455,6 +457,7 @@ class Outbox:
         reader.offer = self.offer
         reader.on_fall = partial(self._fall, reader)
         reader.on_stop = on_stop
+        reader.preface = preface
         self._readers.append(reader)
         if preamble:
             self._posted.append(preamble)

@@ -21,6 +21,7 @@ from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.connection import CloseReason
 
 if TYPE_CHECKING:
+    from replicad.config.access import Part
     from replicad.config.settings import Address, ServerSettings
     from replicad.daemon.access import AccessControl, ClientAccess
     from replicad.daemon.admission import Handshakes
@@ -133,7 +134,8 @@ Serve = Callable[[trio.abc.Stream, str, "ClientAccess | None"], Awaitable[object
 class PageRequest:
     """Asks for at most `limit` rows of a stream after `token` (or the word EARLIEST), for a client with that access.
 
-    `asker`: whose turn it is to use a connection to Postgres.
+    `part`: of a stream of changes; None: what the client may read. `asker`: whose turn it is to use a connection to
+    Postgres.
     """
 
     stream: str
@@ -141,6 +143,7 @@ class PageRequest:
     limit: int
     asker: Asker
     access: ClientAccess
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +151,14 @@ class RowPage:
     """Rows of a stream as lines of RDATA without their ends, in the order of ids, and the token to go on with.
 
     `closed`: more rows follow, so this page is the same as long as the generation lasts. `named`: the token of the
-    request named the generation.
+    request named the generation. `part`: the rows are those of a part of the stream.
     """
 
     lines: tuple[bytes, ...]
     token: str
     closed: bool
     named: bool
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,9 @@ def option(usage: str, kind: Kind = WORD, *, default: Any) -> Any:
 
 
 def literal(spelled: str, *, default: bool) -> Any:
-    """A last word that is present or absent: True or False. Never the first argument."""
+    """A last word that is present or absent: True or False. Never the first argument. Options may follow it, or precede
+    it.
+    """
     return field(default=default, metadata={_KEY: Argument("literal", spelled, WORD)})
 
 
@@ -257,9 +259,14 @@ class Form:
             return {self._rest.name: self._value(self._rest, " ".join(words))} if words else {}
         if self._options:
             begin = next((at for at, found in enumerate(words) if "=" in found), len(words))
-            values |= self._read_options(words[begin:])
-            words = words[:begin]
+            options, words = words[begin:], words[:begin]
+            if self._literal is not None and options and options[-1] == self._literal.usage:
+                values[self._literal.name] = True
+                options.pop()
+            values |= self._read_options(options)
         if self._literal is not None and words and words[-1] == self._literal.usage and not (first and len(words) == 1):
+            if self._literal.name in values:
+                raise self.refused()
             values[self._literal.name] = True
             words = words[:-1]
         if self._options:

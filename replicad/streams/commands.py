@@ -6,8 +6,8 @@ The writers of a stream are a set of several lines of WRITERS: `writers_lines` a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from urllib.parse import quote, unquote
 
+from replicad.config.access import Part, parse_part, part_text
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.command import Command, command, declared_in
 from replicad.protocol.fields import INTEGER, UNBOUNDED, Kind, literal, option, optional, rest, text, word, word_or
@@ -36,14 +36,14 @@ def _numbers(command: str, what: str, found: str) -> tuple[tuple[str, int], ...]
     return tuple(numbers.items())
 
 
-def _where(command: str, what: str, found: str) -> tuple[str, str]:
-    column, equals, value = found.partition("=")
-    if not (column and equals):
-        raise bad(command, f"{what} is written as {what}=column=value; blanks and % in it as %20 and %25")
-    return unquote(column, errors="strict"), unquote(value, errors="strict")
+def _where(command: str, what: str, found: str) -> Part:
+    try:
+        return parse_part(found)
+    except ValueError as error:
+        raise bad(command, f"{what}={found[:80]!r} is no part of a stream: {error}") from None
 
 
-_WHERE = Kind("where", _where, lambda pair: "=".join(quote(part, safe="") for part in pair), 4096)
+_WHERE = Kind("where", _where, part_text, 4096)
 _NAMES = Kind("names", _names, " ".join, UNBOUNDED)
 _NUMBERS = Kind("numbers", _numbers, lambda pairs: " ".join(f"{name}={number}" for name, number in pairs), UNBOUNDED)
 _TOKEN = Kind("token", longest=MAX_TOKEN)
@@ -54,13 +54,13 @@ class Replicate(Command):
     """REPLICATE: subscribe, to every stream from now on, as in Synapse, or with arguments (**ours**) to one.
 
     `token` is None where none was given, `NOW`, `EARLIEST`, or a position as `tokens.Vector` renders it. `where`: only
-    the changes with this value of a filter column.
+    the changes with this value of a filter column; None: all that the client may read.
     """
 
     stream: str | None = optional("stream_name", default=None)
     token: str | None = optional("token|NOW|EARLIEST", _TOKEN, default=None)
     linear: bool = literal("linear", default=False)
-    where: tuple[str, str] | None = option("column=value", _WHERE, default=None)
+    where: Part | None = option("column=value", _WHERE, default=None)
 
 
 @command("RDATA", Side.SERVER)

@@ -54,7 +54,7 @@ class Stream:
     not, `continue_streams` begins the next one. `sequence_file`: the sequence's file (as of pg_relation_filenode) in
     that generation. `noted`: the position that was published last. `source`: the table whose changes the stream has;
     None for a stream of rows. `unrecorded`: why changes of it may not have been recorded, with the remedy.
-    `filters`: the columns by whose values readers may ask for a part.
+    `filters`: the columns by whose values readers may ask for a part; None for one that was dropped.
     """
 
     number: int
@@ -94,7 +94,7 @@ class Stream:
     writers: Mapping[str, int]
     source: str | None = None
     unrecorded: str | None = None
-    filters: tuple[str, ...] = ()
+    filters: tuple[str | None, ...] = ()
 
     @property
     def lacks_reader(self) -> bool:
@@ -384,6 +384,12 @@ class Registry:
         regularly.
         """
         return [(row["name"], row["problem"]) for row in await self._rows("stream_changes_look")]
+
+    async def descriptions(self, stream: Stream) -> list[tuple[int, str]]:
+        """What describes the columns of the rows of a stream of changes, newest first: the id from which on it counts,
+        and its JSON. Descriptions stay when old changes are removed.
+        """
+        return [(row["since"], row["line"]) for row in await self._look("stream_descriptions", stream.number)]
 
     async def remove(self, name: str) -> None:
         """Unregister a stream; its table and rows stay. Raises UnknownStream."""

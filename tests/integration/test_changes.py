@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -152,7 +153,7 @@ async def test_readers_of_a_value_get_its_changes_alone_live_and_old_and_positio
             gone = await seven.until(r'RDATA orders master \d+ {"op":"i","key":9,.*')
             assert [line.split(" ", 4)[4][7] for line in gone if line.startswith("RDATA")] == ["d", "i"]
             came = await eight.until(r'RDATA orders master \d+ {"op":"u","key":1,.*"note":"x".*')
-            assert [line.split(" ", 4)[4][7] for line in came if line.startswith("RDATA")] == ["i", "u"]
+            assert [line.split(" ", 4)[4][7] for line in came if line.startswith("RDATA")] == ["s", "i", "u"]
             many = "INSERT INTO orders SELECT i, 7, E'a\ttab' FROM generate_series(100, 499) AS i"
             await database.execute(many)
             assert len(await seven.until(r'RDATA orders master \d+ {"op":"i","key":499,.*')) >= 400
@@ -206,9 +207,14 @@ async def test_a_filtered_reader_resumes_and_has_each_change_of_its_value_once(
             "REPLICATE orders where=note=7",
             "stream_refused: stream orders has no filter 'note': its filters are customer;.*",
         ),
-        ("REPLICATE orders where=customer=7 linear", "bad_line: .*unknown or repeated option 'linear'.*"),
-        ("REPLICATE orders linear where=customer=7", "stream_refused: .*linear.*"),
+        ("REPLICATE orders where=customer=7 linear", "stream_refused: .*not read with `linear`.*"),
+        ("REPLICATE orders linear where=customer=7", "stream_refused: .*not read with `linear`.*"),
+        ("REPLICATE orders linear where=customer=7 linear", "bad_line: .*the form is .*"),
+        ("REPLICATE orders linear linear", "bad_token: .*"),
+        ("REPLICATE orders where=customer=7 where=customer=8", "bad_line: .*repeated option 'where=customer=8'.*"),
         ("REPLICATE orders where=7", "bad_line: .*column=value.*"),
+        ("REPLICATE orders where=customer=%00", "bad_line: .*U\\+0000.*"),
+        ("REPLICATE orders where=customer=%ff", "bad_line: .*no UTF-8.*"),
     ],
 )
 async def test_a_filter_that_the_stream_does_not_have_is_refused(
@@ -236,6 +242,61 @@ async def test_two_browsers_with_two_values_see_their_changes_alone(
         with trio.fail_after(PATIENCE):
             refused = await ask(daemon.http, "/streams/orders/live?customer=7&note=8")
         assert refused.status == 400
+
+
+async def test_the_columns_are_described_before_the_first_change_from_every_start(
+    orders: Registry, database: Database, start_daemon: Start
+) -> None:
+    """Also after the recorded descriptions were removed with old changes."""
+    while await orders.snapshot_step(1, size=2):
+        pass
+    await database.execute("INSERT INTO orders VALUES (3, 7); ALTER TABLE orders ADD COLUMN extra text")
+    await database.execute("INSERT INTO orders VALUES (4, 7); INSERT INTO orders VALUES (5, 8)")
+    paces = Paces(streams=StreamIntervals(keep=0.05))
+    async with start_daemon(paces) as daemon, open_client("127.0.0.1", daemon.addresses[0].port, name="r") as client:
+        last = await database.fetch_value("SELECT max(id) FROM replicad.change_1")
+        with trio.fail_after(PATIENCE):
+            while await database.fetch_value("SELECT max(position) FROM replicad.stream_position") != last:
+                await trio.sleep(0.01)
+        rows = await database.fetch("SELECT id, by_1 FROM replicad.change_1 ORDER BY id")
+        last_of_seven = max(row["id"] for row in rows if row["by_1"] == "7")
+        for first in (0, *(row["id"] for row in rows[:-1])):
+            for where in (None, ("customer", "7")) if first < last_of_seven else (None,):
+                begun = await first_changes(client, first or "EARLIEST", where)
+                assert begun[0].op is ChangeOp.SCHEMA, (first, where)
+                assert begun[-1].schema in {one.schema for one in begun if one.op is ChangeOp.SCHEMA}, (first, where)
+                page = await ask(daemon.http, f"/streams/orders/rows?after={first}" + ("&customer=7" if where else ""))
+                assert '"row":{"op":"s"' in page.text.splitlines()[0], (first, where)
+        await orders.set_keep("orders", keep_for=None, keep_rows=1)
+        with trio.fail_after(PATIENCE):
+            while await database.fetch_value("SELECT count(*) FROM replicad.change_1") > 1:
+                await trio.sleep(0.01)
+        await orders.set_keep("orders", keep_for=None, keep_rows=None)
+        async with netcat_to(daemon) as linear, netcat_to(daemon) as everything, netcat_to(daemon) as now:
+            await linear.send("REPLICATE orders EARLIEST linear")
+            await everything.send("REPLICATE")
+            await now.send("REPLICATE orders NOW where=customer=7")
+            for reader in (linear, everything, now):
+                await reader.until("POSITION orders .*")
+            await database.execute("INSERT INTO orders VALUES (6, 7)")
+            described = r'RDATA orders master batch {"op":"s","row":{.*"extra".*},"schema":2,.*}'
+            for reader, more in ((linear, 2), (everything, 1), (now, 1)):
+                found = [line for line in await reader.until(r'RDATA orders master \d+ .*"key":6.*') if "RDATA" in line]
+                assert re.fullmatch(described, found[0])
+                assert len(found) == 1 + more
+        assert [one.op for one in await first_changes(client, "EARLIEST", None)] == [ChangeOp.SCHEMA, ChangeOp.INSERT]
+        empty = await ask(daemon.http, "/streams/orders/rows?after=" + str(last + 1))
+        assert empty.text == "", "a page without changes describes nothing"
+
+
+async def first_changes(client: Any, token: object, where: tuple[str, str] | None) -> list[Any]:
+    """The changes of the first batch that a reader gets."""
+    with trio.fail_after(PATIENCE):
+        async with client.follow({"orders": str(token)}, where=where) as follower:
+            async for event in follower:
+                if isinstance(event, RowBatch):
+                    return list(read_changes(event))
+    raise AssertionError(token)
 
 
 def test_the_operations_of_changes_have_different_letters() -> None:

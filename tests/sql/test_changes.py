@@ -104,6 +104,46 @@ async def test_a_row_that_gets_another_value_of_a_filter_is_deleted_for_one_read
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        "UPDATE t SET customer = 8, body = 'of 8'",
+        "UPDATE t SET customer = 8, body = 'of 8', id = 2",
+        "DO $$ BEGIN UPDATE t SET body = 'of 7'; UPDATE t SET customer = 8, body = 'of 8'; END $$",
+        "DO $$ BEGIN UPDATE t SET body = 'of 7'; UPDATE t SET customer = 8, body = 'of 8', id = 2; END $$",
+        "INSERT INTO t VALUES (1, 8, 'of 8') ON CONFLICT (id) DO UPDATE SET customer = 8, body = 'of 8'",
+        "WITH a AS (UPDATE t SET customer = 8, body = 'of 8' RETURNING id) INSERT INTO t SELECT 6, 8, 'of 8' FROM a",
+        "UPDATE t SET customer = NULL, body = 'of nobody'",
+        "DO $$ BEGIN UPDATE t SET body = 'of 7'; UPDATE t SET customer = NULL, body = 'of nobody'; END $$",
+        "DO $$ BEGIN UPDATE t SET body = 'of 7'; DELETE FROM t; INSERT INTO t VALUES (1, 8, 'of 8'); END $$",
+    ],
+)
+async def test_no_row_is_sent_as_the_old_one_of_a_row_with_another_value_of_a_filter(
+    database: Database, write: str
+) -> None:
+    await record(database, filters=("customer",), old=True)
+    await database.execute("INSERT INTO t VALUES (1, 7, 'of 7')")
+    await database.execute(write)
+    rows = await database.fetch(
+        "SELECT op::text, by_1, \"row\" ->> 'body' AS new, old ->> 'body' AS old FROM replicad.change_1"
+    )
+    for op, value, new, old in map(tuple, rows):
+        assert {new, old} <= {None, f"of {value or 'nobody'}"}, (op, value, new, old)
+    assert {value for _, value, _, _ in map(tuple, rows)} == {"7", None if "nobody" in write else "8"}
+
+
+async def test_a_filter_whose_column_was_dropped_has_no_value_and_the_others_keep_theirs(database: Database) -> None:
+    registry = await record(database, filters=("customer", "body"), old=True)
+    await database.execute("INSERT INTO t VALUES (1, 7, 'x'); ALTER TABLE t DROP COLUMN customer")
+    for number in range(2):
+        await database.execute("UPDATE t SET id = id + 1; UPDATE t SET body = body || 'y' WHERE id = 0")
+        await database.execute("DO $$ BEGIN UPDATE t SET id = id + 1; UPDATE t SET id = id - 1; END $$")
+        await registry.look_after_changes()
+        assert (await registry.load_stream("t")).filters == (None, "body"), number
+    rows = await database.fetch("SELECT by_1, by_2 FROM replicad.change_1 WHERE op <> 's' ORDER BY id")
+    assert [tuple(row) for row in rows[1:]] == [(None, "x")] * (len(rows) - 1)
+
+
 async def test_each_change_of_columns_is_described_before_the_first_change_that_has_it(database: Database) -> None:
     registry = await record(database, "CREATE TABLE t (gone integer, id integer PRIMARY KEY, n integer)")
     await database.execute("INSERT INTO t VALUES (0, 1, 5)")

@@ -112,8 +112,16 @@ def test_the_example_of_the_docs_is_read() -> None:
         ('[client.a]\ncertificate = "x"\nallow = ["fly orders"]', "the verbs are ack, doorbell, list, park"),
         ('[client.a]\ncertificate = "x"\nallow = ["read"]', "name the streams or tubes: 'read orders*', or 'read *'"),
         ('[client.a]\ncertificate = "x"\nallow = ["relay orders"]', "relay takes no name; write 'relay'"),
-        ('[client.a]\ncertificate = "x"\ndeny = ["read a b"]', "[client.a] deny: 'read a b' is not valid; write one"),
+        ('[client.a]\ncertificate = "x"\ndeny = ["read a b"]', "[client.a] deny: 'read a b' is not valid; it is"),
         ('[client.a]\ncertificate = "x"\nallow = ["read  a"]', "write one verb, one blank and one pattern"),
+        ('[client.a]\ncertificate = "x"\nallow = ["read a b"]', "'read a b' is not valid; it is written as column=val"),
+        ('[client.a]\ncertificate = "x"\nallow = ["read a =b"]', "it is written as column=value"),
+        ('[client.a]\ncertificate = "x"\nallow = ["read a b=%00"]', "no text of Postgres has the character U+0000"),
+        ('[client.a]\ncertificate = "x"\nallow = ["read a b=%ff"]', "its escapes with % are no UTF-8"),
+        ('[client.a]\ncertificate = "x"\nallow = ["read a b=1 c=2"]', "write one verb, one blank and one pattern"),
+        ('[client.a]\ncertificate = "x"\nallow = ["ack a b=1"]', "write one verb, one blank and one pattern"),
+        ('[client.a]\ncertificate = "x"\nallow = ["* a b=1"]', "write one verb, one blank and one pattern"),
+        ('[client.a]\ncertificate = "x"\ndeny = ["read a b=1"]', "`deny` is about whole streams"),
         ('[client.a]\ncertificate = "x"\nconnections = 0', "connections: 0 is out of range; give a number from 1 to 1"),
         ('[client.a]\ncertificate = "x"\ncatchups = true', "[client.a] catchups: true is not valid; give a whole"),
         ('[client.a]\ncertificate = "x"\ninstances = ["a b"]', "give the name of an instance, or a pattern"),
@@ -172,6 +180,18 @@ def test_the_decisions_that_are_kept_are_bounded() -> None:
 )  # fmt: skip
 def test_a_pattern_has_two_special_characters(pattern: str, name: str, matches: bool) -> None:
     assert Rule("read", pattern).covers("read", name) is matches
+
+
+def test_a_part_is_less_than_the_stream_and_the_name_may_be_known() -> None:
+    made = client('["read orders* customer=7", "read orders a%20b=%25", "read whole", "read w* a=1"]')
+    assert made.parts("orders") == (("customer", "7"), ("a b", "%"))
+    assert not made.may("read", "orders")
+    assert made.may("list", "orders_old")
+    assert made.parts("Orders") == ()
+    assert made.may("read", "whole")
+    assert str(made.allow[1]) == "read orders a%20b=%25"
+    assert client('["read * a=1"]', '["read b"]').parts("b") == ()
+    assert client('["read * a=1"]', '["list b"]').parts("b") == ()
 
 
 def test_a_pattern_of_many_stars_takes_no_long_time() -> None:

@@ -133,9 +133,18 @@ def test_a_good_token_gives_its_claims_for_any_audience_that_means_this_daemon(k
         ({"streams": ["a b"]}, "`streams`"),
         ({"streams": ["a"] * 33}, "`streams`"),
         ({"streams": {"a": 1}}, "`streams`"),
-        ({"filter": "id = 1"}, "the claim 'filter', which this server cannot enforce"),
-        ({"filter": None}, "cannot enforce"),
-        ({"filters": []}, "cannot enforce"),
+        ({"filter": "id = 1"}, "`filter` of the browser token must have one column and its value"),
+        ({"filter": None}, "must have one column"),
+        ({"filter": {}}, "must have one column"),
+        ({"filter": {"a": "1", "b": "2"}}, "must have one column"),
+        ({"filter": [["a", "1"]]}, "must have one column"),
+        ({"filter": {"a": None}}, "the value in `filter` of the browser token must be a text"),
+        ({"filter": {"a": 1.5}}, "must be a text"),
+        ({"filter": {"a": ["1", "2"]}}, "must be a text"),
+        ({"filter": {"a": "x" * 1025}}, "must be a text of up to 1024"),
+        ({"filter": {"": "1"}}, "must be a text"),
+        ({"filters": []}, "the claim 'filters', which this server cannot enforce"),
+        ({"filter_by": {"a": "1"}}, "cannot enforce"),
         ({"cnf": {"jkt": "x"}}, "cannot enforce"),
     ],
 )
@@ -149,6 +158,15 @@ def test_a_claim_that_is_missing_wrong_or_cannot_be_enforced_is_refused(
     with pytest.raises(NotAuthorised, match=why) as caught:
         verify(made, keys, NOW)
     assert made not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("42", "42"), (42, "42"), (-7, "-7"), (True, "true"), (False, "false"), ("", ""), ("é =%", "é =%")],
+)
+def test_the_value_of_a_filter_is_the_text_that_postgres_writes(keys: BrowserKeys, value: object, text: str) -> None:
+    assert verify(token({**GOOD, "filter": {"customer": value}}), keys, NOW).part == ("customer", text)
+    assert verify(token(), keys, NOW).part is None
 
 
 def test_the_algorithm_is_that_of_the_key_and_never_that_of_the_token(

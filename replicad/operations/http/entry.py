@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import structlog
 import trio
 
+from replicad.config.access import READ
 from replicad.config.settings import ANY_ORIGIN
 from replicad.daemon.access import AccessControl, ClientAccess
 from replicad.daemon.figures import Detail, Obstacle, Sample
@@ -118,6 +119,11 @@ class Caller:
             return self._access.require(verb, kind, name)
         except Forbidden as error:
             raise Refused(403, str(error)) from error
+
+    def may_read(self, stream: str) -> bool:
+        """`may_ask` for the reading of a stream or of a part of it: the services ask which part."""
+        self.require_known()
+        return self._access.may_read_some(stream) or self.may_ask(READ, "stream", stream)
 
     @property
     def lists_everything(self) -> bool:

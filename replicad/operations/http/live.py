@@ -25,12 +25,13 @@ import trio
 
 from replicad.client.follower import UNKNOWN, StreamProgress
 from replicad.client.refusals import is_notice, refusal
+from replicad.config.access import Part
 from replicad.daemon.outbox import sliced
 from replicad.daemon.service import Host
 from replicad.errors import LocalProtocolError, TokenForked, UnknownStream
 from replicad.nurseries import open_plain_nursery
-from replicad.operations.http.entry import PARAMETER, Caller
-from replicad.operations.http.streams import BadRequest, Page, Problem, problem_of_text, row_json
+from replicad.operations.http.entry import Caller
+from replicad.operations.http.streams import Page, Problem, problem_of_text, row_json
 from replicad.operations.http.wire import Answer, Request
 from replicad.protocol.commands import Name
 from replicad.protocol.tokens import Vector
@@ -259,11 +260,11 @@ class Live(Page):
         token = request.headers.get("last-event-id") or request.query.get("after") or NOW
         pages = self.host.inside.pages
         changes = pages is not None and pages.has_changes(name)
-        where = _part(request) if changes else None
+        part = self.part_in(request, name)
         events = Events(name, token, self._translations, changes=changes)
         head = self._head(request)
         with request.guest.as_session() as below:
-            stream = EventStream(events, name, head, lambda: below, where)
+            stream = EventStream(events, name, head, lambda: below, part)
             stream.say(f"{Name(NAME).render()}\n".encode())
             stream.subscribe(token)
             async with open_plain_nursery() as nursery:
@@ -289,15 +290,6 @@ class Live(Page):
         return f"HTTP/1.1 200 OK\r\n{lines}\r\n".encode("latin-1") + OPENING
 
 
-def _part(request: Request) -> tuple[str, str] | None:
-    """The parameter that names a filter column, and its value; None for all changes. Raises BadRequest for several."""
-    found = [(name, value) for name, value in request.query.items() if name not in ("after", PARAMETER)]
-    if len(found) > 1:
-        names = " and ".join(name[:40] for name, _ in found[:2])
-        raise BadRequest(f"a part of a stream has one value of one filter column, and the request has {names}")
-    return found[0] if found else None
-
-
 class EventStream(trio.abc.Stream):
     """The connection of a reader as its session sees it: takes lines, and gives commands in its place.
 
@@ -310,14 +302,14 @@ class EventStream(trio.abc.Stream):
         stream: str,
         head: bytes,
         take: Callable[[], trio.abc.Stream],
-        where: tuple[str, str] | None = None,
+        part: Part | None = None,
     ) -> None:
-        """`where`: only the changes with this value of a filter column."""
+        """`part`: of the stream, only the changes of this part are asked for."""
         self.transport_stream: trio.abc.Stream | None = None
         self._closed = False
         self._events = events
         self._stream = stream
-        self._where = where
+        self._part = part
         self._head = head
         self._take = take
         self._says, self._said = trio.open_memory_channel[bytes](LINES)
@@ -335,7 +327,7 @@ class EventStream(trio.abc.Stream):
     def subscribe(self, token: str) -> None:
         """Send REPLICATE. Raises UnknownStream: no stream can have that name."""
         try:
-            self.say(f"{Replicate(self._stream, token, where=self._where).render()}\n".encode())
+            self.say(f"{Replicate(self._stream, token, where=self._part).render()}\n".encode())
         except LocalProtocolError as error:
             raise UnknownStream(f"there is no stream {self._stream[:80]!r}") from error
 

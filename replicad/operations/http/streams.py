@@ -19,18 +19,19 @@ import structlog
 import trio
 
 from replicad.client.refusals import refusal
+from replicad.config.access import Part, part_text
 from replicad.config.declaring import seconds
 from replicad.daemon.fairness import Asker
 from replicad.daemon.service import Host, PageRequest, Pages, RowPage
 from replicad.errors import BadToken, RemoteError, ReplicadError, TokenExpired, TokenForked
 from replicad.nurseries import open_plain_nursery
-from replicad.operations.http.entry import KEPT, Caller, Origins, calling
+from replicad.operations.http.entry import KEPT, PARAMETER, Caller, Origins, calling
 from replicad.operations.http.wire import Answer, Ended, Refused, Request
 from replicad.protocol.tokens import Vector
-from replicad.streams.commands import Replicate
 
 ROWS, MOST_ROWS = 1000, 10_000  # of a page: without `limit`, and at most
 LONGEST = 20.0  # seconds until a page is found; many may wait for connections to Postgres
+PART_PAUSE = 0.25  # seconds between two looks for the rows of a part, whose stream moves by other rows too
 SLICE = 1000  # rows, before other tasks run
 SHORTEST_LIVE, LONGEST_LIVE = 1.0, 60.0  # seconds for which a page may wait for rows
 LIVE_FRESH = 1  # seconds; the shortest time that Cache-Control can say
@@ -44,6 +45,7 @@ class Page:
     """Checks the caller of a request for rows, and turns errors into answers."""
 
     methods: tuple[str, ...] = ("GET", "OPTIONS")
+    parameters: tuple[str, ...] = ("after",)  # those that are no filter columns
     closes = False  # whether the connection can be used for nothing else after a refusal
 
     def __init__(self, host: Host) -> None:
@@ -75,7 +77,7 @@ class Page:
             raise problem
         try:
             async with calling(self.host.access, request, self._origins) as caller:
-                caller.may_ask(Replicate.VERB or "", "stream", name)  # an unknown name is found to be unknown as usual
+                caller.may_read(name)  # an unknown name is found to be unknown as usual
                 return await self.answer(request, caller, name)
         except Refused as refusal:
             raise problem_of_refusal(refusal) from refusal
@@ -90,6 +92,21 @@ class Page:
     async def answer(self, request: Request, caller: Caller, name: str) -> Answer | None:
         """What a caller is answered that may read the stream, or may not know it. None: it was sent."""
         raise NotImplementedError
+
+    def part_in(self, request: Request, name: str) -> Part | None:
+        """The parameter that names a filter column of a stream of changes, and its value; None for all changes. Raises
+        BadRequest for several.
+        """
+        pages = self.host.inside.pages
+        if pages is None or not pages.has_changes(name):
+            return None
+        found = [(key, value) for key, value in request.query.items() if key not in (*self.parameters, PARAMETER)]
+        if len(found) > 1:
+            names = " and ".join(key[:40] for key, _ in found[:2])
+            raise BadRequest(f"a part of a stream has one value of one filter column, and the request has {names}")
+        if found and not found[0][0]:
+            raise BadRequest("a parameter has no name; name the filter column, or leave the parameter out")
+        return found[0] if found else None
 
     def _log(self, request: Request, problem: Problem) -> None:
         if not problem.logged:
@@ -106,22 +123,27 @@ class RowsPage(Page):
     """
 
     methods = ("GET", "HEAD", "OPTIONS")
+    parameters = ("after", "limit", "live", "cursor")
 
     async def answer(self, request: Request, caller: Caller, name: str) -> Answer:
         """`Page.answer`."""
         token = request.query.get("after") or EARLIEST
         limit = _limit(request.query.get("limit"))
+        part = self.part_in(request, name)
         pages = self.host.inside.pages
         if pages is None:
             raise Problem("stream_refused", "this daemon serves no streams")
         live = _live(request.query.get("live"))
-        wanted = PageRequest(name, token, limit, Asker(caller.name or request.guest.address), caller.access)
+        asker = Asker(caller.name or request.guest.address)
+        wanted = PageRequest(name, token, limit, asker, caller.access, part)
         page = await _read(pages, wanted, request)
         if live is not None:
             left = live if caller.browser is None else min(live, max(0.0, caller.browser.expires - time.time()))
             until = trio.current_time() + left
             while not page.lines and trio.current_time() < until:
                 await _wait(pages, wanted, page.token, request, until)
+                if page.part is not None:  # what came may be of other parts
+                    await trio.sleep(PART_PAUSE)
                 found = await _read(pages, replace(wanted, token=page.token), request)
                 page = replace(found, named=page.named)  # by the address of the request
         tag = _tag(page)
@@ -129,7 +151,7 @@ class RowsPage(Page):
             "cache-control": self._caching(page, caller, live),
             "etag": tag,
             "replicad-next": page.token,
-            "link": f'<{_next(page, limit, live)}>; rel="next"',
+            "link": f'<{_next(page, limit, live)}{_asked(part)}>; rel="next"',
             "x-content-type-options": "nosniff",
         }
         allowed = self.allowed(request)
@@ -147,10 +169,16 @@ class RowsPage(Page):
         """
         if caller.browser is not None and caller.browser.in_address:
             return "private, no-store"
+        if page.part is not None:  # which part an address gives may depend on who asks
+            return "private, no-cache"
         whose = "public" if self.host.access.public else "private"
         if page.closed and page.named:
             return f"{whose}, {IMMUTABLE}"
         return f"{whose}, no-cache" if live is None or not page.named else f"{whose}, max-age={LIVE_FRESH}"
+
+
+def _asked(part: Part | None) -> str:
+    return "" if part is None else f"&{part_text(part)}"
 
 
 def _limit(text: str | None) -> int:

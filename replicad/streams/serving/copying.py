@@ -74,7 +74,8 @@ class Taking:
 
 class Copying:
     """One client on its way from a start to a position. `reached`: what it has of each writer, whatever happened to the
-    last copy. `others_after`: the same for writers that are not listed. `epoch`: the generation of both.
+    last copy. `others_after`: the same for writers that are not listed. `epoch`: the generation of both. `preface`:
+    lines that are sent together with the next rows.
     """
 
     def __init__(self, catchups: Catchups, taking: Takes, start: Start) -> None:
@@ -95,6 +96,7 @@ class Copying:
     @start.setter
     def start(self, start: Start) -> None:
         self.reached, self.others_after, self.epoch = start.positions, start.others_after, start.epoch
+        self.preface = b""
 
     @property
     def position(self) -> int:
@@ -214,7 +216,9 @@ class Copying:
     async def _send_chunks(self, piece: Piece, chunks: Sequence[Chunk], seen: LastTokens) -> int:
         """Send chunks with nothing in between; returns the last id."""
         to_go = max(0, self.stream.sent_upto - self.position)
-        await self._taking.send(self.stream.name, *(chunk.data for chunk in chunks), to_go=to_go)
+        preface, self.preface = self.preface, b""
+        pieces = [chunk.data for chunk in chunks]
+        await self._taking.send(self.stream.name, *([preface, *pieces] if preface else pieces), to_go=to_go)
         for chunk in chunks:
             seen.see(chunk)
         self._catchups.use(piece)

@@ -16,6 +16,7 @@ from typing import Final
 
 import trio
 
+from replicad.config.access import Part
 from replicad.daemon.session import Session
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, ReplicadError, RowTooLong, StreamRefused
@@ -38,20 +39,24 @@ OLD_BYTES: Final = 4 << 20  # the same in bytes, but for one chunk more
 
 @dataclass(eq=False, slots=True)
 class FilteredReader:
-    """A reader of one value. `sent`: the last token that it was sent. `end`: called when it gets nothing more."""
+    """A reader of one value. `sent`: the last token that it was sent. `end`: called when it gets nothing more.
+    `preface`: lines that are sent together with its first changes.
+    """
 
     session: Session
     stream: str
     value: bytes
     sent: int
     end: Callable[[ReplicadError], None]
+    preface: bytes = b""
 
     def deliver(self, lines: list[bytes]) -> None:
         """Send the lines of changes that the reader does not have."""
         if _token(lines[0]) <= self.sent:
             lines = [line for line in lines if _token(line) > self.sent]
         if lines:
-            self.session.deliver(b"\n".join([*lines, b""]))
+            self.session.deliver(self.preface + b"\n".join([*lines, b""]))
+            self.preface = b""
             self.sent = _token(lines[-1])
 
     def move(self, position: int) -> None:
@@ -64,6 +69,31 @@ class FilteredReader:
 
 def _token(line: bytes) -> int:
     return int(line.split(b" ", 4)[3])
+
+
+def filter_number(stream: ServedStream, column: str) -> int:
+    """The number of the filter with this column, from 1 on. Raises StreamRefused: the stream has no such filter."""
+    filters = stream.stream.filters
+    if column not in filters:
+        known = f"its filters are {', '.join(filter(None, filters))}" if any(filters) else "it has no filters"
+        raise StreamRefused(
+            f"stream {stream.name} has no filter {column[:80]!r}: {known}; a stream gets them when it is added: "
+            "replicad streams add NAME --table TABLE --changes --filter COLUMN"
+        )
+    return filters.index(column) + 1
+
+
+def part_rows(stream: ServedStream, number: int, value: str) -> TableRows:
+    """The changes with one value of a filter, and those that concern every reader."""
+    column = f"t.by_{number}"
+    everybody = f"{column} IS NULL AND t.op IN ('t', 's')"
+    return changed_rows(stream, stream.stream.row or "", f"({column} = {quote_literal(value)} OR {everybody})")
+
+
+def changed_rows(stream: ServedStream, row: str, only: str | None = None) -> TableRows:
+    """The rows of a stream of changes with this row expression that meet the condition `only`."""
+    rows = stream.catchup_rows(stream.stream)
+    return replace(rows, source=replace(rows.source, row=row, row_type="jsonb", only=only))
 
 
 class FilterFeed:
@@ -122,9 +152,10 @@ class FilterFeed:
             self._readers.clear()
 
     async def _pass_on(self, upto: int) -> None:
-        rows = self._rows(
+        rows = changed_rows(
+            self._stream,
             f"(({self._stream.stream.row}) || E'\\t' || CASE WHEN t.op IN ('t', 's') THEN '*' "
-            f"ELSE coalesce(to_json(t.by_{self._number})::text, 'null') END)"
+            f"ELSE coalesce(to_json(t.by_{self._number})::text, 'null') END)",
         )
 
         async def take(chunk: Chunk) -> None:
@@ -160,6 +191,7 @@ class FilterFeed:
         try:
             await session.flush()
             await session.send(start.lines(extended=True))
+            reader.preface = await self._stream.description(reached)
             while reached < self.at or self.ended is not None:
                 if self.ended is not None:
                     raise self.ended
@@ -171,7 +203,7 @@ class FilterFeed:
 
     async def _send_old(self, reader: FilteredReader, value: str, after: int, upto: int) -> int:
         """Send some old changes in (after, upto]; returns up to where."""
-        rows = self._rows(self._stream.stream.row or "", value)
+        rows = part_rows(self._stream, self._number, value)
         chunks: list[Chunk] = []
 
         async def collect(chunk: Chunk) -> None:
@@ -183,17 +215,10 @@ class FilterFeed:
         with suppress(Enough):
             whole = await rows.copy_range(after, upto, collect, limit=OLD_ROWS) < OLD_ROWS
         if chunks:
-            await reader.session.send(*(chunk.data for chunk in chunks))
+            preface, reader.preface = reader.preface, b""
+            await reader.session.send(preface + chunks[0].data, *(chunk.data for chunk in chunks[1:]))
             reader.sent = after = chunks[-1].token or after
         return upto if whole else after
-
-    def _rows(self, row: str, value: str | None = None) -> TableRows:
-        """The rows of the stream with this row expression, and with this value of the filter alone."""
-        rows = self._stream.catchup_rows(self._stream.stream)
-        column = f"t.by_{self._number}"
-        everybody = f"{column} IS NULL AND t.op IN ('t', 's')"
-        only = None if value is None else f"({column} = {quote_literal(value)} OR {everybody})"
-        return replace(rows, source=replace(rows.source, row=row, row_type="jsonb", only=only))
 
     def leave(self, reader: FilteredReader) -> None:
         """Send the reader nothing more."""
@@ -218,24 +243,16 @@ class FilterFeeds:
             await trio.sleep_forever()
 
     async def follow(
-        self, session: Session, start: Start, where: tuple[str, str], end: Callable[[ReplicadError], None]
+        self, session: Session, start: Start, part: Part, end: Callable[[ReplicadError], None]
     ) -> Callable[[], None]:
-        """Let a session follow the changes with one value of a filter column (`where`); returns what stops it. `end` is
-        called when the feed ends by itself.
+        """Let a session follow a part of a stream; returns what stops it. `end` is called when the feed ends by itself.
 
         Raises:
             StreamRefused: the stream has no such filter, or cannot be served now.
             DatabaseError: old changes cannot be read.
         """
-        stream, (column, value) = start.stream, where
-        filters = stream.stream.filters
-        if column not in filters:
-            known = f"its filters are {', '.join(filters)}" if filters else "it has no filters"
-            raise StreamRefused(
-                f"stream {stream.name} has no filter {column[:80]!r}: {known}; a stream gets them when it is added: "
-                "replicad streams add NAME --table TABLE --changes --filter COLUMN"
-            )
-        feed = self._feed(stream, filters.index(column) + 1)
+        stream, (column, value) = start.stream, part
+        feed = self._feed(stream, filter_number(stream, column))
         reader = await feed.join(session, start, value, end)
         return lambda: feed.leave(reader)
 

@@ -7,9 +7,11 @@ request within one generation. A page is built once for all who ask for it at ab
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -18,18 +20,21 @@ from replicad.daemon.joined import Joined
 from replicad.daemon.service import PageRequest, RowPage
 from replicad.errors import RowUnreadable
 from replicad.protocol.tokens import Vector
-from replicad.streams.chunks import HEAD, line_token
+from replicad.streams.chunks import HEAD, Chunk, Enough, line_token
 from replicad.streams.registry import Stream
+from replicad.streams.row_text import MASTER
 from replicad.streams.serving.copying import Copying
+from replicad.streams.serving.filters import filter_number, part_rows
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.served_stream import ServedStream
-from replicad.streams.serving.starts import begin
+from replicad.streams.serving.starts import Start, begin
 
 PAGE_BYTES = 512 << 10  # lines of a page; the rows of one id are never divided, whatever their size
 FRESH = 1.0  # seconds for which a closed page is given to others without a look at Postgres
 KEPT_BYTES = 8 << 20  # of pages that are kept for others
 WEIGHT = 2048  # bytes of the objects of a page
+DESCRIPTION = re.compile(rb'RDATA \S+ \S+ \S+ {"op":"s"')  # begins the line of one
 
 
 class _Full(Exception):
@@ -125,7 +130,8 @@ class RowPages:
     async def page(self, wanted: PageRequest) -> RowPage:
         """`Pages.page`."""
         stream = await self._find(wanted)
-        key = (stream.name, wanted.token, wanted.limit)
+        wanted = replace(wanted, part=wanted.access.part_of(stream.name, wanted.part))
+        key = (stream.name, wanted.token, wanted.limit, wanted.part)
         building = self._kept.get(key)
         if building is None:
             building = self._kept[key] = _Building(Joined(self._renewed))
@@ -183,7 +189,7 @@ class RowPages:
     async def _build(self, stream: ServedStream, wanted: PageRequest) -> RowPage:
         async def read(stream: ServedStream) -> RowPage | None:
             async with wanted.access.catching_up():
-                return await self._read(stream, wanted)
+                return await (self._read(stream, wanted) if wanted.part is None else self._read_part(stream, wanted))
 
         while True:
             page = await self._publisher.use(stream.name, lambda _: True, read)
@@ -215,10 +221,45 @@ class RowPages:
         if not taken.ids and stopped is None and channel.held is not None and upto == stream.sent_upto:
             raise channel.held.copy()
         ahead: Mapping[int, int] = {} if token is None else token.ahead
-        lines = tuple(line for lines in taken.lines for line in lines)
+        lines = await _described(stream, start, [line for lines in taken.lines for line in lines])
         return RowPage(
             lines, str(Vector(upto, ahead, start.epoch)), closed, token is not None and token.epoch is not None
         )
+
+    async def _read_part(self, stream: ServedStream, wanted: PageRequest) -> RowPage | None:
+        """The page of a part; None if another generation has begun meanwhile. A full page ends at its last row."""
+        assert wanted.part is not None
+        column, value = wanted.part
+        rows = part_rows(stream, filter_number(stream, column), value)
+        token = None if wanted.token == "EARLIEST" else Vector.parse(wanted.token)  # noqa: S105 - no secret
+        start = await begin(stream, wanted.token, wanted.asker, linear=False)
+        after = start.positions[MASTER]
+        upto = max(after, stream.sent_upto)
+        chunks: list[Chunk] = []
+
+        async def collect(chunk: Chunk) -> None:
+            chunks.append(chunk)
+            if sum(len(one.data) for one in chunks) >= PAGE_BYTES:
+                raise Enough
+
+        full = True
+        async with self._publisher.catchups.places.place(wanted.asker):
+            with suppress(Enough):
+                full = await rows.copy_range(after, upto, collect, limit=wanted.limit) == wanted.limit
+        if start.lane.epoch != start.epoch:
+            return None
+        found = [line for chunk in chunks for line in bytes(chunk.data).split(b"\n")[:-1]]
+        lines = await _described(stream, start, found)
+        end = chunks[-1].token if full and chunks else None
+        named = token is not None and token.epoch is not None
+        return RowPage(lines, str(Vector(end or upto, epoch=start.epoch)), full, named, wanted.part)
+
+
+async def _described(stream: ServedStream, start: Start, lines: list[bytes]) -> tuple[bytes, ...]:
+    """The lines of a page. Before changes there is the description of their columns."""
+    if stream.stream.source is None or not lines or DESCRIPTION.match(lines[0]):
+        return tuple(lines)
+    return (*(await stream.description(start.others_after)).splitlines(), *lines)
 
 
 def _weight(page: RowPage | None) -> int:

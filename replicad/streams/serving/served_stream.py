@@ -36,6 +36,7 @@ from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.lineage import SHARES_NOTHING, Lineage
 from replicad.streams.queries import is_locked
 from replicad.streams.registry import Published, Stream, differences, horizon_source
+from replicad.streams.row_text import MASTER
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.counts import Lag, SentCounts, Tally
 from replicad.streams.serving.intervals import StreamIntervals
@@ -116,6 +117,8 @@ class ServedStream:
         self._scope = trio.CancelScope()
         self._retained = 0
         self._look_for_retained = Joined(self._find_retained)
+        self._described: tuple[str, int, list[tuple[int, str]]] = ("", -1, [])  # the generation, up to where, what
+        self._look_for_descriptions = Joined(self._find_descriptions)
 
     # --- state ---
 
@@ -375,6 +378,26 @@ class ServedStream:
         if token is None:
             raise StreamRefused(f"stream {self.name} was removed")
         self._retained = token
+
+    async def description(self, after: int) -> bytes:
+        """The line that describes the columns of the next change after an id: it is a part of the batch of that change.
+        Nothing for a stream of rows, and where the first change of a stream describes them.
+
+        Raises:
+            DatabaseError: it cannot be read.
+        """
+        if self.stream.source is None:
+            return b""
+        epoch, upto, found = self._described
+        if epoch != self.stream.epoch or after > upto:
+            await self._look_for_descriptions()
+            _, _, found = self._described
+        line = next((line for since, line in found if since <= after), None)
+        return b"" if line is None else f"RDATA {self.name} {MASTER} batch {line}\n".encode()
+
+    async def _find_descriptions(self) -> None:
+        epoch, upto = self.stream.epoch, self.sent_upto  # all descriptions up to here are found
+        self._described = (epoch, upto, await self._context.registry.descriptions(self.stream))
 
     def catchup_rows(self, stream: Stream) -> TableRows:
         """The rows of this stream, as it is or was, for clients that catch up."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import trio
 
+from replicad.config.access import Part
 from replicad.daemon.journal import Boundary, Reader
 from replicad.daemon.service import HangUp
 from replicad.daemon.session import Session
@@ -57,6 +58,7 @@ class Subscriptions:
         self._publisher = publisher
         self._filters = filters
         self._filtered: dict[str, Callable[[], None]] = {}  # what stops the reading of a part of a stream
+        self._parts: dict[str, Part] = {}  # that are read, by the name of the stream
         self._catchups = publisher.catchups
         self._pace = pace
         limits = publisher.catchups.limits
@@ -132,7 +134,7 @@ class Subscriptions:
     def _review(self) -> None:
         """End the subscriptions that the client may no longer read; follow what it may read now, if it follows all."""
         for name in sorted({*self._readers, *self._catching_up, *self._filtered}):
-            if not self._may_read(name):
+            if not self._may_go_on(name):
                 self._withdraw(name)
         for name in sorted(self._unread):
             if self._may_read(name):
@@ -164,16 +166,30 @@ class Subscriptions:
     async def _require_still(self, name: str) -> None:
         """Refuse what the client may no longer read: there was a wait since its right was checked."""
         access = self._session.access
-        if access.limited and not access.require("read", "stream", name):
+        if access.limited and not access.may_read_some(name) and not access.require("read", "stream", name):
             await self._publisher.find(name, self._lists)  # which may not be known
 
     def _may_read(self, name: str) -> bool:
+        """Whether the client may read the whole stream."""
         return self._session.access.may("read", name)
+
+    def _may_go_on(self, name: str) -> bool:
+        """Whether the client may read what it reads of a stream."""
+        part = self._parts.get(name)
+        return self._may_read(name) if part is None else self._session.access.may_read_part(name, part)
 
     def _join_new(self, stream: ServedStream) -> None:
         """Follow a stream, if the client may read it."""
         if not self._may_read(stream.name):
             self._unread.add(stream.name)
+            access = self._session.access
+            if access.may_read_some(stream.name):
+                self._session.refuse(
+                    Forbidden(
+                        f"client {access.name} may read a part of stream {stream.name} alone, and REPLICATE without a "
+                        f"name sends whole streams; send REPLICATE {stream.name} NOW"
+                    )
+                )
             return
         self._join(Start.now(stream, stream.lane(linear=False)), extended=False)
 
@@ -183,17 +199,21 @@ class Subscriptions:
         name = stream.name
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
-        if command.where is not None and command.linear:
+        part = self._session.access.part_of(name, command.where)
+        if part is not None and command.linear:
             raise StreamRefused("a part of a stream has one writer, so it is not read with `linear`; leave that out")
         start = await begin(stream, command.token, self._session.asker, linear=command.linear)
         channel = start.lane.channel
-        if channel.held is not None and start.positions == channel.boundary.positions:
+        if part is None and channel.held is not None and start.positions == channel.boundary.positions:
             raise channel.held.copy()
         await self._require_still(name)
+        if self._session.access.part_of(name, command.where) != part:  # there was a wait
+            raise Forbidden(f"the operator has changed the part of stream {name} that this client may read; ask again")
         self._streams.add(name)
-        if command.where is not None:
+        if part is not None:
+            self._parts[name] = part
             self._catching_up.add(name)
-            self._session.start(self._follow_part, start, command.where)
+            self._session.start(self._follow_part, start, part)
             return
         try:
             self._join(start, extended=True)
@@ -203,12 +223,12 @@ class Subscriptions:
 
     # --- a part of one stream (ours) ---
 
-    async def _follow_part(self, start: Start, where: tuple[str, str]) -> None:
+    async def _follow_part(self, start: Start, part: Part) -> None:
         name = start.stream.name
         try:
             async with self._session.access.catching_up(), self._under_way:
                 self._filtered[name] = await self._filters.follow(
-                    self._session, start, where, lambda error: self._end_filtered(name, error)
+                    self._session, start, part, lambda error: self._end_filtered(name, error)
                 )
         except ReplicadError as error:
             self._end_filtered(name, error)
@@ -218,6 +238,7 @@ class Subscriptions:
     def _end_filtered(self, name: str, error: ReplicadError) -> None:
         """The reading of a part has ended: the client may ask again on this connection."""
         self._filtered.pop(name, None)
+        self._parts.pop(name, None)
         self._streams.discard(name)
         self._session.refuse(error)
 
@@ -229,7 +250,7 @@ class Subscriptions:
     def _join(self, start: Start, *, extended: bool) -> None:
         """Read the journal from `start` on, after a catch-up from Postgres if needed."""
         lines = start.lines(extended=extended)
-        if start.at_boundary:
+        if start.at_boundary and start.stream.stream.source is None:  # changes are described first
             with suppress(SlowReader):
                 self._read(start, start.lane.channel.boundary, extended=extended, lines=lines)
                 return
@@ -251,7 +272,9 @@ class Subscriptions:
             self._catching_up.discard(name)
             self._catchups.clients.pop((self._session.number, name), None)
 
-    def _read(self, start: Start, boundary: Boundary, *, extended: bool, lines: bytes = b"") -> None:
+    def _read(
+        self, start: Start, boundary: Boundary, *, extended: bool, lines: bytes = b"", preface: bytes = b""
+    ) -> None:
         """Read the journal from a boundary on. Raises SlowReader."""
         channel = start.lane.channel
 
@@ -259,7 +282,7 @@ class Subscriptions:
             self._stop(Start.now(start.stream, start.lane), error)
 
         self._readers[start.stream.name] = self._session.outbox.read(
-            channel, boundary.index, extended=extended, preamble=lines, on_stop=on_stop
+            channel, boundary.index, extended=extended, preamble=lines, preface=preface, on_stop=on_stop
         )
 
     def _stop(self, reached: Start, error: RowUnreadable) -> None:
@@ -289,12 +312,13 @@ class Subscriptions:
     async def _catch_up(self, copying: Copying, extended: bool) -> None:
         """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""
         session, stream, lane = self._session, copying.stream, copying.lane
-        began = trio.current_time()
+        began, described = trio.current_time(), ""
         while True:
             boundary = await self._to_present(copying, extended=extended)
             epoch, sent = copying.epoch, copying.reached
             await session.flush()
             try:
+                described = await self._describe(copying, described)
                 whole = await copying.copy(boundary.positions)
             except RowUnreadable as error:
                 self._stop(copying.start, error)
@@ -322,12 +346,18 @@ class Subscriptions:
             began = trio.current_time()
             copying.reached = boundary.positions
             try:
-                self._read(copying.start, boundary, extended=extended)
+                self._read(copying.start, boundary, extended=extended, preface=copying.preface)
             except SlowReader:
                 if lane.channel.boundary is boundary:  # one copy after it has filled the journal and is not complete
                     await lane.channel.wait_sealed()
             else:
                 return
+
+    async def _describe(self, copying: Copying, described: str) -> str:
+        """Describe the columns of the next change, unless that was done in this generation; returns the generation."""
+        if described != copying.epoch:
+            copying.preface = await copying.stream.description(copying.position)
+        return copying.epoch
 
     async def _to_present(self, copying: Copying, *, extended: bool) -> Boundary:
         """Send the client back if another generation has begun, and list writers that joined; returns the present

@@ -43,6 +43,15 @@ LANGUAGE sql STABLE AS $$
         AND (numbers IS NULL OR n.number IS NOT NULL)
 $$;
 
+-- stream_filter_columns(c): the names of the filters of a stream of changes, each at the place of its number. NULL for one whose
+-- column was dropped: its number stays its own, since old changes have its values.
+CREATE OR REPLACE FUNCTION stream_filter_columns(c stream_changes) RETURNS name[]
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce(array_agg(a.attname ORDER BY f.n), '{}')
+    FROM unnest(c.filters) WITH ORDINALITY AS f (number, n)
+        LEFT JOIN pg_attribute a ON a.attrelid = c.source AND a.attnum = f.number AND NOT a.attisdropped
+$$;
+
 -- stream_column_numbers(tbl, columns): their numbers, in the order given; NULL for NULL. Raises RS002 for a column that the
 -- table does not have, that is named twice, or that is a virtual generated column.
 CREATE OR REPLACE FUNCTION stream_column_numbers(tbl regclass, columns name[]) RETURNS smallint[]
@@ -95,12 +104,18 @@ LANGUAGE sql STABLE AS $$
             JOIN pg_attribute a ON a.attrelid = c.source AND a.attname = n.name))
 $$;
 
+-- stream_change_line_sql(): the row expression of a stream of changes.
+CREATE OR REPLACE FUNCTION stream_change_line_sql() RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT $sql$'{"op":"' || t.op::text || '"' || coalesce(',"key":' || t.key, '') || coalesce(',"row":' || t."row", '') || coalesce(',"old":' || t.old, '') || ',"schema":' || t.schema || ',"xid":' || t.xid || ',"at":' || to_json(t.at) || '}'$sql$
+$$;
+
 -- stream_shape_ensure(number): the number of the table's present shape, for the changes of this stream. A shape that is new gets
 -- the next number and a line (op s) that describes it. Transactions that meet a new shape at the same time do so each: all
 -- find the same number, since no shape can change while one of them is open, and none waits for another. So the line
 -- may come more than once. Writes stream_shape and the table of changes.
 CREATE OR REPLACE FUNCTION stream_shape_ensure(stream_number integer) RETURNS integer
-LANGUAGE plpgsql SECURITY DEFINER AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET timezone = 'UTC' AS $$
 DECLARE
     c stream_changes;
     latest stream_shape;
@@ -111,9 +126,9 @@ BEGIN
     SELECT * INTO latest FROM stream_shape h WHERE h.stream = stream_number ORDER BY h.number DESC LIMIT 1;
     IF latest.shape IS DISTINCT FROM seen THEN
         latest.number := coalesce(latest.number, 0) + 1;
-        INSERT INTO stream_shape (stream, number, shape) VALUES (stream_number, latest.number, seen);
-        EXECUTE format('INSERT INTO change_%s (op, "row", schema) VALUES (''s'', $1, $2)', stream_number)
-            USING stream_shape_text(c), latest.number;
+        EXECUTE format('INSERT INTO change_%s AS t (op, "row", schema) VALUES (''s'', $1, $2) RETURNING t.id, %s', stream_number,
+            stream_change_line_sql()) INTO latest.since, latest.line USING stream_shape_text(c), latest.number;
+        INSERT INTO stream_shape (stream, number, shape, since, line) VALUES (stream_number, latest.number, seen, latest.since, latest.line);
     END IF;
     RETURN latest.number;
 END
@@ -163,8 +178,8 @@ BEGIN
     END IF;
     RETURN format(E'SELECT %s AS key, %s AS data%s%s FROM %s AS t, LATERAL (SELECT %s) AS r WHERE true%s',
         format(wrapped, stream_change_key(key, 't')), format(wrapped, 'row_to_json(r)'),
-        (SELECT string_agg(format(', t.%I::text AS by_%s', f.name, f.n), '' ORDER BY f.n)
-            FROM unnest(stream_columns(c.source, c.filters)) WITH ORDINALITY AS f (name, n)),
+        (SELECT string_agg(format(', %s::text AS by_%s', CASE WHEN f.name IS NULL THEN 'NULL' ELSE format('t.%I', f.name) END, f.n), '' ORDER BY f.n)
+            FROM unnest(stream_filter_columns(c)) WITH ORDINALITY AS f (name, n)),
         extra, source,
         (SELECT string_agg(format('t.%I', n.name), ', ' ORDER BY n.place) FROM unnest(columns) WITH ORDINALITY AS n (name, place)),
         CASE WHEN c.predicate IS NOT NULL THEN format(E' AND (\n%s\n)', c.predicate) END);
@@ -278,7 +293,8 @@ BEGIN
         'FROM (SELECT DISTINCT ON (e.key::text) e.* FROM (%4$s) AS e ORDER BY e.key::text, e.present DESC) AS k '
         'LEFT JOIN LATERAL (%5$s) AS p ON p.key::text = k.key::text CROSS JOIN (VALUES (1), (2)) AS v (n) '
         'WHERE CASE v.n WHEN 1 THEN p.key IS NULL OR k.present AND NOT (%1$s) ELSE p.key IS NOT NULL END ORDER BY v.n',
-        stream_change_same(c, 'k', 'p'), CASE WHEN c.old THEN 'CASE WHEN k.present THEN k.data END' ELSE 'NULL::json' END, filters,
+        stream_change_same(c, 'k', 'p'), CASE WHEN c.old THEN format('CASE WHEN k.present AND (v.n = 1 OR %s) THEN k.data END',
+            stream_change_same(c, 'k', 'p')) ELSE 'NULL::json' END, filters,  -- who gets an insert does not get another's row
         concat_ws(' UNION ALL ', news, olds), here);
 END
 $$;
@@ -647,12 +663,6 @@ END
 $$;
 COMMENT ON FUNCTION stream_add_changes(text, regclass, name[], name[], text, boolean, boolean, name[], bigint, name[])
     IS 'Makes the changes of a table a stream; returns notes worth reading';
-
--- stream_change_line_sql(): the row expression of a stream of changes.
-CREATE OR REPLACE FUNCTION stream_change_line_sql() RETURNS text
-LANGUAGE sql IMMUTABLE AS $$
-    SELECT $sql$'{"op":"' || t.op::text || '"' || coalesce(',"key":' || t.key, '') || coalesce(',"row":' || t."row", '') || coalesce(',"old":' || t.old, '') || ',"schema":' || t.schema || ',"xid":' || t.xid || ',"at":' || to_json(t.at) || '}'$sql$
-$$;
 
 -- stream_changes_remove(number): drops the triggers, the function and the table of a stream of changes. Does nothing for other streams.
 CREATE OR REPLACE FUNCTION stream_changes_remove(stream_number integer) RETURNS void

@@ -193,7 +193,9 @@ COMMENT ON TABLE stream_changes IS 'replicad: the streams of changes, and the ta
 CREATE TABLE IF NOT EXISTS stream_shape (
     stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
     number integer NOT NULL,                  -- as changes have it
-    shape bigint NOT NULL                     -- stream_shape_seen
+    shape bigint NOT NULL,                    -- stream_shape_seen
+    since bigint NOT NULL,                    -- the id of the change (op s) that describes it
+    line text NOT NULL                        -- that change, as readers get it; it stays when old changes are removed
 );
 CREATE INDEX IF NOT EXISTS stream_shape_number ON stream_shape (stream, number);
 COMMENT ON TABLE stream_shape IS 'replicad: the shapes of tables whose changes are streams';

@@ -19,3 +19,7 @@ SELECT EXISTS (
 
 -- name: stream_snapshot_step
 SELECT * FROM {schema}.stream_snapshot_step($1, $2, make_interval(secs => $3::double precision))
+
+-- name: stream_descriptions
+-- The descriptions of the shapes that the source of a stream of changes has had, newest first: the id from which on each counts, and its line.
+SELECT h.since, h.line FROM {schema}.stream_shape h WHERE h.stream = $1 ORDER BY h.number DESC, h.since

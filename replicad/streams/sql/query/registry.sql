@@ -73,7 +73,7 @@ SELECT s.number::integer AS number,
     (SELECT format('%I.%I', n.nspname, k.relname) FROM {schema}.stream_changes x
         JOIN pg_class k ON k.oid = x.source JOIN pg_namespace n ON n.oid = k.relnamespace WHERE x.stream = s.number) AS source,
     {schema}.stream_changes_fault(s) AS unrecorded,
-    (SELECT {schema}.stream_columns(x.source, x.filters)::text[] FROM {schema}.stream_changes x WHERE x.stream = s.number) AS filters,
+    (SELECT {schema}.stream_filter_columns(x)::text[] FROM {schema}.stream_changes x WHERE x.stream = s.number) AS filters,
     ARRAY(SELECT w.name FROM {schema}.stream_writer w WHERE w.stream = s.number AND w.retired_at IS NULL
         ORDER BY w.number) AS writer_names,
     ARRAY(SELECT w.number FROM {schema}.stream_writer w WHERE w.stream = s.number AND w.retired_at IS NULL

@@ -19,17 +19,19 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import structlog
 import trio
 
 from replicad.errors import DatabaseError, LeaseLost
-from replicad.postgres.bridge import Database, Sink, quote_ident
+from replicad.postgres.bridge import Database, Row, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.commands import CursorAt, Part, PartitionShare
 from replicad.tubes.keys import BIGINT, Key
+from replicad.tubes.together import Together
 
 MOST_BYTES = 4 << 20  # that wait for a reader, and a line; beyond it the COPY is cancelled, and continued later
 NEXT_BYTES = 2 << 20  # read at a time, once that has happened, by the size of the pods before
@@ -38,6 +40,8 @@ LOOK = 1.0  # seconds between two looks at the lease while the reader is waited 
 FEW_PODS = 32  # that are read without a plan; more than that are soon worth a plan and a COPY
 EARLY_PODS = 256  # above the position in one answer: up to a page of Postgres each
 EARLY_SEEN = 2000  # pods above the position that are compared with the pods that readers have
+AT_ONCE = 16  # short reads, or acks, that share one statement: it takes a few milliseconds at most
+FEW_ACKED = 100  # pods of an ack that shares its statement
 FEW_BYTES = 64 << 10  # of their ids and payloads as Postgres stores them
 
 RenewLease = Callable[[], Awaitable[None]]  # renews the lease when it is time
@@ -82,6 +86,15 @@ class PodReadBounds:
     generation: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """An ack: the pods of one reader."""
+
+    partition: int
+    term: int
+    seqs: Sequence[int]
+
+
 async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
     """All tubes of a schema, by name. A right that this role lacks is a fault only of a role that could serve tubes."""
     found = []
@@ -105,17 +118,21 @@ class PodBook:
         self._bulk_db = bulk_db
         self._schema = schema
         self._low = LowMarks(ack_db, schema)
-        self._short: dict[tuple[str, int], str] = {}  # statements by tube and number of partitions
-        self._early: dict[tuple[str, int], str] = {}
+        # by tube, number of partitions, and generation
+        self._short: dict[tuple[str, int, str | None], Together[tuple[int, ...], Sequence[Row]]] = {}
+        self._early: dict[tuple[str, int], str] = {}  # statements by tube and number of partitions
+        self._acks: dict[tuple[str, int], Together[_Listed, int]] = {}
 
     async def tubes(self) -> list[TubeInfo]:
         """All tubes, by name. A fault of one does not hide the others."""
         found = await load_tubes(self._db, self._schema)
         present = {tube.name: tube.partitions for tube in found}
         self._low.keep_only(present)
-        for statements in (self._short, self._early):
-            for key in [key for key in statements if present.get(key[0]) != key[1]]:
-                del statements[key]
+        for key in [key for key in self._short if present.get(key[0]) != key[1]]:
+            del self._short[key]
+        for kept in (self._early, self._acks):
+            for of in [of for of in kept if present.get(of[0]) != of[1]]:
+                del kept[of]
         return found
 
     async def shards_between(self, tube: str, after: int, upto: int) -> dict[int, int]:
@@ -159,13 +176,15 @@ class PodBook:
         if they are not, if the bounds leave some out, or if the lease does not cover the partition: then `plan` shows
         which.
         """
-        if (text := self._short.get((tube, part.partitions))) is None:
-            text = await call_value(self._db, self._schema, "tube_short_sql", tube, part.partitions)
-            self._short[tube, part.partitions] = text
-        most = min(bounds.limit, FEW_PODS), FEW_BYTES
-        rows = await self._bulk_db.fetch(
-            text, part.partition, term, after.regular, after.backfill, bounds.position, *most, bounds.generation
-        )
+        key = tube, part.partitions, bounds.generation
+        if (reads := self._short.get(key)) is None:
+            one = await call_value(self._db, self._schema, "tube_short_sql", tube, part.partitions)
+            many = await call_value(self._db, self._schema, "tube_short_sql", tube, part.partitions, True)
+            for old in [old for old in self._short if old[:2] == key[:2]]:
+                del self._short[old]
+            reads = self._short[key] = Together(partial(self._read_short, one, many, bounds.generation), AT_ONCE)
+        most = min(bounds.limit, FEW_PODS)
+        rows = await reads.ask((part.partition, term, after.regular, after.backfill, bounds.position, most))
         if not rows[0]["held"]:
             return None
         self._low.note_position(tube, part, bounds.position, bounds.generation)
@@ -181,6 +200,17 @@ class PodBook:
             return None
         cursor = Cursor(last.get(False, after.regular), last.get(True, after.backfill))
         return CursorAt(tube, part, cursor, len(rows)), "".join([f"{row['line']}\n" for row in rows]).encode()
+
+    async def _read_short(
+        self, one: str, many: str, generation: str | None, asked: Sequence[tuple[int, ...]]
+    ) -> Sequence[Sequence[Row]]:
+        """The rows of each short read, with one statement."""
+        if len(asked) == 1:
+            return [await self._bulk_db.fetch(one, *asked[0], FEW_BYTES, generation)]
+        found: list[list[Row]] = [[] for _ in asked]
+        for row in await self._bulk_db.fetch(many, *map(list, zip(*asked, strict=True)), FEW_BYTES, generation):
+            found[row["n"] - 1].append(row)
+        return found
 
     async def early(
         self, tube: str, part: Part, term: int, but: Sequence[int], bounds: PodReadBounds
@@ -283,9 +313,33 @@ class PodBook:
         Raises:
             LeaseLost: the term does not cover the partition; nothing was removed.
         """
-        pods: int = await call_value(self._ack_db, self._schema, "tube_ack", *_fence(tube, part, term), list(seqs))
+        key = tube, part.partitions
+        if (acks := self._acks.get(key)) is None:
+            acks = self._acks[key] = Together(partial(self._ack_listed, *key), AT_ONCE)
+        alone = len(seqs) > FEW_ACKED
+        listed = _Listed(part.partition, term, seqs)
+        pods = (await self._ack_listed(*key, [listed]))[0] if alone else await acks.ask(listed)
         await self._low.note_acks(tube, part, pods)
         return pods
+
+    async def _ack_listed(self, tube: str, partitions: int, asked: Sequence[_Listed]) -> Sequence[int]:
+        """Ack the pods of each reader, with one statement; returns how many there were of each."""
+        if len(asked) == 1:
+            [one] = asked
+            fence = _fence(tube, Part(one.partition, partitions), one.term)
+            return [await call_value(self._ack_db, self._schema, "tube_ack", *fence, list(one.seqs))]
+        removed: list[int] = await call_value(
+            self._ack_db,
+            self._schema,
+            "tube_ack_all",
+            tube,
+            partitions,
+            [one.partition for one in asked],
+            [one.term for one in asked],
+            [seq for one in asked for seq in one.seqs],
+            [number for number, one in enumerate(asked, 1) for _ in one.seqs],
+        )
+        return removed
 
     async def ack_upto(self, tube: str, part: Part, term: int, after: Cursor, upto: Cursor) -> int:
         """Remove the pods of (after, upto]; returns how many there were. Raises as `ack`."""

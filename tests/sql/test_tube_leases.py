@@ -237,6 +237,35 @@ async def test_acks_remove_what_was_read_and_nothing_of_other_partitions_or_beyo
         await tube.fetch_value("SELECT tube.tube_ack('a', 2, 1, $1, $2)", term, [seq[2]])
 
 
+async def test_acks_of_several_readers_in_one_statement_remove_what_single_acks_remove_or_nothing(
+    tube: Database,
+) -> None:
+    ack = "SELECT tube.tube_ack_all('a', 2, $1, $2, $3, $4)"
+    seq = {row["id"]: row["seq"] for row in await tube.fetch("SELECT ids[1] AS id, seq FROM tube.a")}
+    (even, _), (odd, beat) = await claim(tube, 2, 0), await claim(tube, 2, 1)
+    seqs = [seq[1], seq[2], seq[3], seq[3], seq[4], 10**12]  # those of 2 and 4 are of the other partition
+    assert await tube.fetch_value(ack, [0, 1], [even, odd], [*seqs, seq[6]], [1] * len(seqs) + [2]) == [2, 1]
+    assert await left(tube) == [2, 4, 5, 7, 8]
+    assert await tube.fetch_value(ack, [1, 0], [odd, even], [], []) == [0, 0]
+    refused = trio.Event()
+    async with tube.connection() as new, trio.open_nursery() as nursery:
+
+        async def late() -> None:
+            with pytest.raises(
+                LeaseLost, match=f"term {odd} does not hold partition 1/2 of tube 'a': it is held by you"
+            ):
+                await tube.fetch_value(ack, [0, 1], [even, odd], [seq[5], seq[8]], [1, 2])
+            refused.set()
+
+        async with new.transaction():
+            await claim(new, 2, 1, "you", (beat,))
+            nursery.start_soon(late)
+            await wait_for_lock(tube)
+            assert not refused.is_set()
+        await refused.wait()
+    assert await left(tube) == [2, 4, 5, 7, 8]
+
+
 async def test_a_lease_of_the_whole_tube_covers_each_partition_and_a_lease_of_a_partition_those_within_it(
     tube: Database,
 ) -> None:

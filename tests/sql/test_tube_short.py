@@ -73,6 +73,31 @@ async def test_a_short_read_gives_what_a_plan_and_a_copy_give_or_nothing(db: Dat
     assert short > 50, "this test compares"
 
 
+async def test_short_reads_that_come_together_get_what_each_gets_alone(db: Database, indexed: Database) -> None:
+    book = PodBook(db, db, indexed, "tube")
+    terms = [await db.fetch_value(CLAIM, PARTITIONS, number) for number in range(PARTITIONS)]
+    await db.execute("SELECT tube.a_touch(i % 5, ARRAY[i], (ARRAY['U','B'])[1 + i % 2]) FROM generate_series(1, 40) i")
+    last = await db.fetch_value("SELECT last_value FROM tube.tube_seq")
+    asked = [
+        (Part(number, PARTITIONS), term, Cursor(after, after), PodReadBounds(last - back, limit))
+        for number, term in enumerate([*terms[:2], terms[2] + 1])
+        for after, back, limit in ((0, 0, 1000), (last - 9, 2, 1000), (0, 0, 3))
+    ]
+    alone = [await book.short("a", *one) for one in asked]
+    together: dict[int, tuple[CursorAt, bytes] | None] = {}
+
+    async def read(number: int) -> None:
+        together[number] = await book.short("a", *asked[number])
+
+    before = indexed.statistics().statements
+    async with trio.open_nursery() as nursery:
+        for number in range(len(asked)):
+            nursery.start_soon(read, number)
+    assert indexed.statistics().statements == before + 2, "the first one, and one for all others"
+    assert [together[number] for number in range(len(asked))] == alone
+    assert len({one for one in alone if one is not None}) > 3
+
+
 async def test_a_short_read_is_refused_without_the_lease_or_with_another_number_of_partitions(
     db: Database, indexed: Database
 ) -> None:
@@ -118,12 +143,14 @@ async def test_more_or_larger_pods_are_left_to_a_plan(db: Database, indexed: Dat
     assert await short() is None
 
 
+@pytest.mark.parametrize("many", [False, True])
 async def test_a_short_read_goes_by_the_index_although_it_was_prepared_while_the_tube_was_empty(
-    db: Database, indexed: Database
+    db: Database, indexed: Database, many: bool
 ) -> None:
     term = await db.fetch_value(CLAIM, PARTITIONS, 0)
-    statement = await db.fetch_value("SELECT tube.tube_short_sql('a', $1)", PARTITIONS)
-    read = f"EXECUTE short(0, {term}, 0, 0, 100, {FEW_PODS}, 65536, NULL)"
+    statement = await db.fetch_value("SELECT tube.tube_short_sql('a', $1, $2)", PARTITIONS, many)
+    form = "'{{{}}}'" if many else "{}"
+    read = f"EXECUTE short({', '.join(form.format(word) for word in (0, term, 0, 0, 100, FEW_PODS))}, 65536, NULL)"
     async with indexed.connection() as one:
         await one.execute(f"PREPARE short AS {statement}")
         for _ in range(10):

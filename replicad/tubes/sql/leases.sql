@@ -171,6 +171,41 @@ BEGIN
 END
 $$;
 
+-- tube_ack_all(tube, partitions, partitions_of, terms, seqs, numbers): as tube_ack, for several readers at once: partitions_of
+-- and terms have their partitions and terms, numbers says for each seq whose it is, counted from 1. Returns how many pods of
+-- each reader were deleted. Raises RT002, RT005: then nothing was removed. Locks the leases' rows, by partition, and writes the tube.
+CREATE OR REPLACE FUNCTION tube_ack_all(
+    tube text, partitions integer, partitions_of integer[], terms bigint[], seqs bigint[], numbers integer[]
+) RETURNS bigint[]
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    valid text := tube_generation_valid();
+    held bigint[];
+    removed bigint[];
+    shards integer[];
+BEGIN
+    SELECT array_agg(l.n) INTO held FROM (
+        SELECT a.n FROM unnest(partitions_of, terms) WITH ORDINALITY AS a (partition, term, n)
+        JOIN tube_lease l ON l.tube = tube_ack_all.tube AND l.term = a.term AND l.generation = valid
+            AND tube_ack_all.partitions % l.partitions = 0 AND a.partition % l.partitions = l.partition
+        ORDER BY l.partitions, l.partition FOR KEY SHARE OF l) AS l;
+    FOR number IN 1 .. cardinality(terms) LOOP
+        PERFORM tube_check_partition(partitions, partitions_of[number]);
+        IF (number = ANY (held)) IS NOT TRUE THEN
+            PERFORM tube_lease_lost(tube, partitions, partitions_of[number], terms[number]);
+        END IF;
+    END LOOP;
+    EXECUTE format('WITH gone AS (DELETE FROM %I AS pod USING unnest($1, $2) AS asked (seq, n)'
+        ' WHERE pod.seq = asked.seq AND (pod.shard %% %s) = ($3)[asked.n] RETURNING asked.n, pod.shard),'
+        ' counted AS (SELECT gone.n, count(*) AS pods FROM gone GROUP BY gone.n)'
+        ' SELECT array_agg(coalesce(counted.pods, 0) ORDER BY each.n), (SELECT array_agg(DISTINCT gone.shard) FROM gone)'
+        ' FROM generate_series(1, cardinality($3)) AS each (n) LEFT JOIN counted ON counted.n = each.n', tube, partitions)
+        INTO removed, shards USING seqs, numbers, partitions_of;
+    PERFORM tube_shards_note(tube, shards);
+    RETURN removed;
+END
+$$;
+
 -- tube_ack_upto(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the
 -- same for all regular pods with after_regular < seq <= upto_regular and all backfill pods in their range.
 CREATE OR REPLACE FUNCTION tube_ack_upto(

@@ -265,48 +265,60 @@ BEGIN
 END
 $$;
 
--- tube_short_sql(tube, partitions): the statement, to be prepared, that reads the next pods of a partition of the tube if
--- they are few and small: a row for each, with its priority, seq, number of ids and finished line, regular pods first, each
--- priority by seq. Its parameters: the partition, the term, after_regular, after_backfill, the tube's position, the most
--- pods, the most bytes of their ids and payloads, the generation in which the position was read. One row without a pod: there is none; held is false if the term does not
--- hold the partition, or the tube has another number of partitions. No line: there are more pods or bytes. Writes nothing.
+-- tube_short_sql(tube, partitions, many): the statement, to be prepared, that reads the next pods of a partition of the tube
+-- if they are few and small: a row for each, with the number of its read (1), its priority, seq, number of ids and finished
+-- line, regular pods first, each priority by seq. Its parameters: the partition, the term, after_regular, after_backfill, the
+-- tube's position, the most pods, the most bytes of their ids and payloads, the generation in which the position was read. One
+-- row without a pod: there is none; held is false if the term does not hold the partition, or the tube has another number of
+-- partitions. No line: there are more pods or bytes. With many, it makes several reads, which have numbers from 1: the first
+-- six parameters are arrays with an element for each. Writes nothing.
 --
--- It is for workers that wait: a plan and a COPY for each of their pods would take ten times as long. A prepared
--- statement is not planned again as the tube grows, so it is for sessions without sequential scans and sorts.
-CREATE OR REPLACE FUNCTION tube_short_sql(tube text, partitions integer) RETURNS text
+-- It is for workers that wait: a plan and a COPY for each of their pods would take ten times as long. Sixteen reads in one
+-- statement take as long as three alone, and one takes a sixth longer than alone. A prepared statement is not planned again
+-- as the tube grows, so it is for sessions without sequential scans and sorts.
+CREATE OR REPLACE FUNCTION tube_short_sql(tube text, partitions integer, many boolean = false) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format($sql$
-        SELECT fence.held, pods.backfill, pods.seq, pods.ids, pods.line
-        FROM (
-            SELECT EXISTS (SELECT FROM %1$s AS l WHERE l.tube = %3$L AND l.term = $2::bigint
+        SELECT %8$s AS n, fence.held, pods.backfill, pods.seq, pods.ids, pods.line
+        FROM %9$s (
+            SELECT EXISTS (SELECT FROM %1$s AS l WHERE l.tube = %3$L AND l.term = %10$s
                     AND l.generation = %7$s AND l.generation = coalesce($8::text, l.generation)
-                    AND %4$s %% l.partitions = 0 AND $1::integer %% l.partitions = l.partition)
+                    AND %4$s %% l.partitions = 0 AND %11$s %% l.partitions = l.partition)
                 AND EXISTS (SELECT FROM %2$s AS r WHERE r.tube = %3$L AND r.partitions = %4$s) AS held
             OFFSET 0
         ) AS fence
         LEFT JOIN LATERAL (
             SELECT taken.backfill, taken.seq, cardinality(taken.ids) AS ids,
-                CASE WHEN count(*) OVER () <= $6::integer AND sum(taken.size) OVER () <= $7::integer
+                CASE WHEN count(*) OVER () <= %12$s AND sum(taken.size) OVER () <= $7::integer
                     THEN %5$s END AS line
             FROM (%6$s) AS taken
         ) AS pods ON true
-        ORDER BY pods.backfill, pods.seq$sql$,
+        ORDER BY 1, pods.backfill, pods.seq$sql$,
         tube_relation('tube_lease'), tube_relation('tube_registry'), tube, partitions,
-        tube_line_sql(tube, partitions, '$1::integer'),
+        tube_line_sql(tube, partitions, asked.partition),
         (SELECT string_agg(format($sql$(
                 SELECT %1$L::boolean AS backfill, seq, op, shard, ids, ts, payload,
                     pg_column_size(ids) + coalesce(pg_column_size(payload), 0) AS size
                 FROM %2$s
-                WHERE fence.held AND (shard %% %3$s) = $1::integer AND (op = 'B')::integer = %4$s
-                    AND seq > greatest(%5$s::bigint, (SELECT low.seq FROM %7$s AS low WHERE low.tube = %8$L
-                        AND low.partitions = %3$s AND low.partition = $1::integer AND low.backfill = %1$L
-                        AND low.seq <= $5::bigint)) AND seq <= $5::bigint%6$s
-                ORDER BY seq LIMIT $6::integer + 1)$sql$,
+                WHERE fence.held AND (shard %% %3$s) = %10$s AND (op = 'B')::integer = %4$s
+                    AND seq > greatest(%5$s, (SELECT low.seq FROM %7$s AS low WHERE low.tube = %8$L
+                        AND low.partitions = %3$s AND low.partition = %10$s AND low.backfill = %1$L
+                        AND low.seq <= %9$s)) AND seq <= %9$s%6$s
+                ORDER BY seq LIMIT %11$s + 1)$sql$,
             halves.backfill, tube_relation(tube), partitions, halves.backfill::integer, halves.after,
-            CASE WHEN halves.backfill THEN ' AND ' || tube_served_sql() END, tube_relation('tube_low'), tube),
+            CASE WHEN halves.backfill THEN ' AND ' || tube_served_sql() END, tube_relation('tube_low'), tube,
+            asked.upto, asked.partition, asked.pods),
             ' UNION ALL ' ORDER BY halves.backfill)
-        FROM (VALUES (false, '$3'), (true, '$4')) AS halves (backfill, after)),
-        tube_generation_sql())
+        FROM (VALUES (false, asked.after_regular), (true, asked.after_backfill)) AS halves (backfill, after)),
+        tube_generation_sql(), asked.n, asked.source, asked.term, asked.partition, asked.pods)
+    FROM (VALUES
+        (false, '1', '', '$1::integer', '$2::bigint', '$3::bigint', '$4::bigint', '$5::bigint', '$6::integer'),
+        (true, 'asked.n',
+            'unnest($1::integer[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::integer[]) WITH ORDINALITY'
+            ' AS asked (partition, term, after_regular, after_backfill, upto, pods, n) CROSS JOIN LATERAL',
+            'asked.partition', 'asked.term', 'asked.after_regular', 'asked.after_backfill', 'asked.upto', 'asked.pods')
+    ) AS asked (many, n, source, partition, term, after_regular, after_backfill, upto, pods)
+    WHERE asked.many = tube_short_sql.many
 $$;
 
 -- tube_early_sql(tube, partitions): the statement, to be prepared, that reads pods of a partition of the tube above its

@@ -299,5 +299,92 @@ async def first_changes(client: Any, token: object, where: tuple[str, str] | Non
     raise AssertionError(token)
 
 
+async def jump(db: Database, ids: int) -> None:
+    """Take so many ids of the table of changes and write none of them."""
+    await db.execute(
+        "SELECT count(nextval(pg_get_serial_sequence('replicad.change_1', 'id'))) FROM generate_series(1, $1)", ids
+    )
+
+
+PARTS = "SELECT array_agg(first ORDER BY first) FROM replicad.stream_change_parts(1)"
+
+
+async def test_old_changes_go_by_whole_partitions_beside_a_snapshot_that_is_held(
+    orders: Registry, database: Database, database_url: str, start_daemon: Start
+) -> None:
+    while await orders.snapshot_step(1):
+        pass
+    with psycopg.connect(database_url) as holder:
+        holder.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        holder.execute("SELECT count(*) FROM orders")
+        async with start_daemon(paces=Paces(streams=StreamIntervals(changes=0.05, keep=0.05))) as daemon:
+            await database.execute(
+                "INSERT INTO replicad.stream_ack "
+                "SELECT number, 'slow', 3, replicad.stream_epoch(s), now() FROM replicad.stream s"
+            )
+            await orders.set_keep("orders", keep_for=None, keep_rows=15)
+            for turn in range(3):
+                await jump(database, 100_000)
+                with trio.fail_after(PATIENCE):  # ranges are made ahead of the ids
+                    last = await database.fetch_value("SELECT last_value FROM replicad.change_1_id_seq")
+                    while (await database.fetch_value(PARTS))[-1] < last + 100_000:
+                        await trio.sleep(0.01)
+                await database.execute(
+                    "INSERT INTO orders SELECT i, 7 FROM generate_series($1::int, $1::int + 9) AS i", 100 * turn + 10
+                )
+            await trio.sleep(0.3)  # several rounds
+            assert (await database.fetch_value(PARTS))[0] == 1, "a reader that is known has not acknowledged them"
+            async with open_client("127.0.0.1", daemon.addresses[0].port, name="reader") as client:
+                async with client.follow({"orders": "3"}) as follower, netcat_to(daemon) as late:
+                    keys = list[Any]()
+                    async for event in follower:
+                        keys += [c.key for c in read_changes(event)] if isinstance(event, RowBatch) else []
+                        if keys[-1:] == [219]:
+                            break
+                    await orders.forget_acks("orders", "slow")
+                    with trio.fail_after(PATIENCE):
+                        while (await database.fetch_value(PARTS))[0] != 200_001:
+                            await trio.sleep(0.01)
+                    await late.send("REPLICATE orders 3")
+                    await late.expect("SERVER .*", "ERROR token_expired: .*")
+                    await late.send("REPLICATE orders EARLIEST")
+                    await late.until('RDATA orders master batch {"op":"s".*')
+                    await database.execute("INSERT INTO orders VALUES (999, 7)")
+                    await late.until('RDATA orders master .*"key":999.*')
+                    async for event in follower:
+                        if isinstance(event, RowBatch) and [c.key for c in read_changes(event)][-1:] == [999]:
+                            break
+            assert daemon.troubles.why("stream", "orders") is None
+            assert daemon.troubles.why("changes", "orders") is None
+            trimmed = await database.fetch_value("SELECT trimmed_upto FROM replicad.stream")
+            assert trimmed == 200_000, f"the first ranges, and no single row of the third: {trimmed}"
+            assert (await database.fetch_value(PARTS))[0] == 200_001
+
+
+async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_begin_beyond_them(
+    orders: Registry, database: Database, start_daemon: Start
+) -> None:
+    """No daemon runs, and a writer takes very many ids."""
+    while await orders.snapshot_step(1):
+        pass
+    await jump(database, 300_000)
+    await database.execute("INSERT INTO orders SELECT i, 7 FROM generate_series(10, 19) AS i")
+    assert await database.fetch_value("SELECT count(*) FROM replicad.change_1_rest") == 10
+    await orders.look_after_changes()
+    assert (await database.fetch_value(PARTS))[-1] > 310_000
+    await jump(database, 20_000)
+    await database.execute("UPDATE orders SET note = 'x' WHERE id < 15")
+    assert await database.fetch_value("SELECT count(*) FROM replicad.change_1_rest") == 10
+    async with start_daemon() as daemon, open_client("127.0.0.1", daemon.addresses[0].port, name="reader") as client:
+        copy: dict[Any, dict[str, Any]] = {}
+        with trio.fail_after(PATIENCE):
+            async with client.follow({"orders": "EARLIEST"}) as follower:
+                async for event in follower:
+                    apply_changes(copy, read_changes(event) if isinstance(event, RowBatch) else ())
+                    if copy.get(14, {}).get("note") == "x":
+                        break
+        assert sorted(copy) == [1, 2, *range(10, 20)]
+
+
 def test_the_operations_of_changes_have_different_letters() -> None:
     assert len({op.value[0] for op in ChangeOp}) == len(ChangeOp)

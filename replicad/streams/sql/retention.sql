@@ -217,7 +217,8 @@ END
 $$;
 
 -- stream_trim_kept(name, batch): removes a bounded piece of what the rules of a stream let go: whole partitions, whose range of ids has
--- passed, or about `batch` rows. Returns how many partitions and rows; 0 and 0 where nothing is left to do, or another session is at it.
+-- passed, or about `batch` rows. Of a stream of changes single rows go only where the partition may last for long. A partition waits
+-- for its lock no longer than writers may wait; the next call tries again. Returns how many partitions and rows; 0 and 0 where nothing is left to do, or another session is at it.
 -- The trimmed ids are noted first, so that a token below them is refused. Raises RS001, and RS002 where code of the owner would run.
 -- Writes the stream's table, and by stream_trim_note stream and stream_mark.
 CREATE OR REPLACE FUNCTION stream_trim_kept(name text, batch integer, OUT partitions bigint, OUT removed bigint)
@@ -228,6 +229,7 @@ DECLARE
     upto bigint;
     step text;
     part record;
+    patience text := current_setting('lock_timeout');
 BEGIN
     partitions := 0;
     removed := 0;
@@ -248,17 +250,26 @@ BEGIN
         FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid JOIN pg_partitioned_table p ON p.partrelid = i.inhparent
         JOIN pg_attribute a ON a.attrelid = p.partrelid AND a.attnum = p.partattrs[0]
         WHERE i.inhparent = s.relation AND p.partstrat = 'r' AND p.partnatts = 1 AND a.attname = s.id_column
+        ORDER BY 2
     LOOP
         CONTINUE WHEN part.last IS NULL OR part.last > upto;
-        PERFORM stream_trim_note(s.number, part.last, false);
-        IF owner IS NULL THEN
-            EXECUTE format('DROP TABLE %s', stream_qualified(part.oid));
-        ELSE
-            EXECUTE format('SELECT %s($1, $2, 0, $3)', stream_trimmer(owner)) USING s.relation::oid, s.id_column, part.oid;
-        END IF;
+        BEGIN
+            PERFORM set_config('lock_timeout', '100ms', true);
+            PERFORM stream_trim_note(s.number, part.last, false);
+            IF owner IS NULL THEN
+                EXECUTE format('DROP TABLE %s', stream_qualified(part.oid));
+            ELSE
+                EXECUTE format('SELECT %s($1, $2, 0, $3)', stream_trimmer(owner)) USING s.relation::oid, s.id_column, part.oid;
+            END IF;
+            PERFORM set_config('lock_timeout', patience, true);
+        EXCEPTION WHEN lock_not_available THEN
+            RETURN;  -- the block is undone, its setting too
+        END;
         partitions := partitions + 1;
     END LOOP;
-    IF partitions > 0 THEN
+    IF partitions > 0 OR EXISTS (
+            SELECT FROM stream_changes c JOIN stream_change_parts(c.stream) p ON p.last <= pg_sequence_last_value(s.sequence)
+            WHERE c.stream = s.number) THEN
         RETURN;
     END IF;
     SELECT r INTO step FROM stream_as_owner(s.relation, format('SELECT max(id)::text FROM (SELECT t.%1$I FROM %2$s AS t'

@@ -34,10 +34,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-lite unit test test-busy lint specs docs bench stress fuzz torture proof drills synapse lock dist clean distclean check-java
+.PHONY: help demo demo-lite unit test test-busy lint specs docs bench stress fuzz torture proof drills synapse lock dist release-check clean distclean check-java
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo-lite: $(VENV)/.lite ## a stream, and a tube with a worker, in some seconds; without Java
 	@$(RUN) -m replicad demo --lite
@@ -104,6 +104,9 @@ lock: $(VENV)/.lock ## renew requirements*.lock: the packages of CI and of the c
 dist: $(VENV)/.dev ## sdist and wheel into dist/
 	@rm -rf dist
 	@$(RUN) -m build --outdir dist .
+
+release-check: dist ## twine's checks, and the wheel in an empty environment of each Python from 3.11 on that is here
+	@$(RUN) -m tests.release_check dist
 
 clean: ## remove caches and built files
 	@rm -rf dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache spark-warehouse metastore_db derby.log

@@ -38,6 +38,7 @@ FORMS: Final[Mapping[str, RemedyForm]] = {
     "attach": RemedyForm("replicad tubes attach {tube} {table} --shard {shard}{more}", Who.KEEPER),
     "backfill": RemedyForm("replicad tubes backfill {tube} --shard {shard}", Who.KEEPER),
     "cancel_backfill": RemedyForm("replicad tubes backfill {tube} --shard {shard} --cancel", Who.KEEPER),
+    "resume_tube": RemedyForm("replicad tubes resume {tube}", Who.KEEPER),
     "detach": RemedyForm("replicad tubes detach {tube} {table}", Who.KEEPER),
     "terminate": RemedyForm("SELECT pg_terminate_backend({pid})", Who.SESSION),
     "roll_back_prepared": RemedyForm("ROLLBACK PREPARED {gid}", Who.PREPARER),

@@ -30,6 +30,7 @@ class Event:
     seen: str
     remedies: tuple[tuple[str, str], ...]  # the role, the pattern
     prepare: str = ""
+    changes: bool = False  # the stream has the changes of the table
     add: str = ""  # further arguments of stream_add or of attaching
     by: str = OWNER
     unseen: Mapping[str, str] = field(default_factory=dict)
@@ -289,6 +290,15 @@ EVENTS: tuple[Event, ...] = (
         "SELECT replicad.stream_sequence_changed('used', 'same'); COMMIT",
         then_by="postgres",
     ),
+    Event(
+        "muted",
+        "stream",
+        "The triggers of a table with a stream of changes were disabled",
+        "ALTER TABLE app.muted DISABLE TRIGGER USER",
+        r"triggers of replicad on app\.muted are missing or disabled",
+        (("daemon", r"replicad streams snapshot muted --anew"),),
+        changes=True,
+    ),
     # --- tubes ---
     Event(
         "busy",
@@ -441,6 +451,39 @@ EVENTS: tuple[Event, ...] = (
         r"has session_replication_role = replica",
         (("postgres", r"ALTER ROLE {app} RESET session_replication_role"),),
         by="postgres",
+    ),
+    Event(
+        "paused",
+        "tube",
+        "An operator has paused a tube",
+        "SELECT tube.tube_pause('paused', 'a migration')",
+        r"paused since [-0-9]+ [:0-9]+ UTC: a migration",
+        (("daemon", r"replicad tubes resume paused"),),
+        by="{daemon}",
+        unseen={"ready": "it is on purpose, and other tubes are served"},
+        figure='replicad_tube_paused_seconds{tube="paused"}',
+    ),
+    Event(
+        "rekinded",
+        "tube",
+        "The key of an attached table got another type: every write fails",
+        "ALTER TABLE app.rekinded ALTER id TYPE text",
+        r"each write of app\.rekinded fails",
+        (("daemon", r"replicad tubes detach rekinded app\.rekinded"),),
+    ),
+    Event(
+        "adopted",
+        "tube",
+        "A partition with rows was attached to an attached table",
+        "CREATE TABLE app.adopted_2 (id bigint PRIMARY KEY, v integer); INSERT INTO app.adopted_2 VALUES (100, 1); "
+        "ALTER TABLE app.adopted ATTACH PARTITION app.adopted_2 FOR VALUES FROM (100) TO (200)",
+        r"a partition of app\.adopted that was added later",
+        (
+            ("daemon", r"replicad tubes attach adopted app\.adopted --shard 0"),
+            ("daemon", r"replicad tubes backfill adopted --shard 0"),
+        ),
+        prepare="DROP TABLE app.adopted; CREATE TABLE app.adopted (id bigint PRIMARY KEY, v integer) PARTITION "
+        "BY RANGE (id); CREATE TABLE app.adopted_1 PARTITION OF app.adopted FOR VALUES FROM (1) TO (100)",
     ),
     Event(
         "parked",

@@ -10,6 +10,7 @@ The facts of a stream, a tube, a partition or a daemon are columns (`StateColumn
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -18,6 +19,36 @@ from replicad.daemon.cuts import Following
 
 GAUGE: Literal["gauge"] = "gauge"
 COUNTER: Literal["counter"] = "counter"
+HISTOGRAM: Literal["histogram"] = "histogram"
+
+# The upper bounds of the ranges in which delays are counted, in seconds: from what one poll takes to an hour.
+# Prometheus estimates a quantile within a range, so ranges are narrow where alerts have their limits.
+DELAYS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
+
+
+class Delays:
+    """How often which delay was seen: counts for each range of DELAYS and above, and the sum of all in seconds."""
+
+    __slots__ = ("counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(DELAYS) + 1)
+        self.seconds = 0.0
+
+    def observe(self, delay: float, number: int) -> None:
+        """Count a delay so many times."""
+        self.counts[bisect_left(DELAYS, delay)] += number
+        self.seconds += delay * number
+
+    def add(self, counts: Sequence[int], seconds: float) -> None:
+        """Add counts of the same ranges."""
+        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
+        self.seconds += seconds
+
+    @property
+    def number(self) -> int:
+        """How many delays were counted."""
+        return sum(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +58,7 @@ class Family:
     """
 
     name: str
-    kind: Literal["gauge", "counter"]
+    kind: Literal["gauge", "counter", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
 
@@ -35,8 +66,9 @@ class Family:
         assert self.name.startswith("replicad_")
         assert (self.kind == COUNTER) == self.name.endswith("_total"), self.name
 
-    def __call__(self, value: float, *labels: str) -> Sample:
-        """A value, with a text for each label."""
+    def __call__(self, value: float | Delays, *labels: str) -> Sample:
+        """A value, with a text for each label. A histogram has `Delays`, and no other figure has."""
+        assert isinstance(value, Delays) == (self.kind == HISTOGRAM), self.name
         assert len(labels) == len(self.labels)
         return Sample(self, labels, value)
 
@@ -46,7 +78,7 @@ class Sample(NamedTuple):
 
     family: Family
     labels: tuple[str, ...]
-    value: float
+    value: float | Delays
 
 
 class Obstacle(NamedTuple):
@@ -219,5 +251,5 @@ class StateColumns(Generic[Shown]):
             elif one.figure is not None:
                 value = one.of(shown)
                 if value is not None:
-                    assert isinstance(value, int | float), one.name
+                    assert isinstance(value, int | float | Delays), one.name
                     yield one.figure(value, *self._labels_of(shown))

@@ -20,6 +20,7 @@ from typing import Final
 
 import trio
 
+from replicad.daemon.figures import Delays
 from replicad.errors import ReplicadError, RowUnreadable, SlowReader
 
 # How well one reader of a full journal keeps up. Each reader is judged by itself, by what its peer takes.
@@ -129,6 +130,8 @@ class _Chunk:
     data: bytes
     at: float
     extended: bool
+    since: float | None  # when ids of its rows were first seen to be given out; None: unknown, or it has no rows
+    lines: int
 
 
 class Reader:
@@ -180,7 +183,7 @@ class Reader:
         if self.fallen is not None:
             raise self.refusal()
         taken: list[bytes] = []
-        size = 0
+        now, size = trio.current_time(), 0
         if self._inserted is not None and self.cursor >= self._inserted[0]:
             taken.append(self._inserted[1])
             self._inserted = None
@@ -197,6 +200,8 @@ class Reader:
                 taken.append(self.preface)
                 self.preface = b""
             taken.append(chunk.data)
+            if chunk.since is not None:
+                channel.delays.observe(now - chunk.since, chunk.lines)
             size += len(chunk.data)
             self.cursor += 1
         if self.cursor == channel.head:
@@ -269,6 +274,7 @@ class Channel:
         self.head = 0
         self.tail = 0
         self.lines = 0  # that were appended
+        self.delays = Delays()  # of rows that readers have taken
         self.boundary = Boundary(0, dict(positions))
         self.held: RowUnreadable | None = None  # why the stream stops after the last chunk
         self.released = trio.Event()  # set when that is over; then replaced
@@ -317,8 +323,10 @@ class Channel:
 
     # --- writing ---
 
-    async def append(self, data: bytes, *, extended: bool = False) -> None:
-        """Add a chunk of whole lines, making room first. `extended` chunks are for subscribers by name only."""
+    async def append(self, data: bytes, *, extended: bool = False, since: float | None = None) -> None:
+        """Add a chunk of whole lines, making room first. `extended` chunks are for subscribers by name only. `since`:
+        the time from which the delay of its rows is counted, when a reader takes them.
+        """
         if not data:
             return
         now = trio.current_time()
@@ -329,9 +337,10 @@ class Channel:
         if self.is_full(len(data)):
             await self._make_room(len(data))
             now = trio.current_time()
-        chunk = self.chunks[self.head] = _Chunk(data, now, extended)
+        lines = data.count(b"\n")
+        chunk = self.chunks[self.head] = _Chunk(data, now, extended, since, lines)
         self.head += 1
-        self.lines += data.count(b"\n")
+        self.lines += lines
         self._bytes += len(data)
         self._appended_bytes += len(data)
         if len(data) > OFFER_BYTES:
@@ -351,9 +360,14 @@ class Channel:
                     for reader in readers[start:]:
                         reader.wake()
                     raise
+            sent = 0
             for reader in readers[start : start + SLICE]:
-                if not (reader in self._readers and reader.offer_nowait(index, chunk)):
+                if reader in self._readers and reader.offer_nowait(index, chunk):
+                    sent += 1
+                else:
                     reader.wake()
+            if chunk.since is not None and sent:
+                self.delays.observe(trio.current_time() - chunk.since, sent * chunk.lines)
 
     def tidy(self, now: float) -> None:
         """Remove the chunks that all readers have taken, KEPT seconds after they came."""

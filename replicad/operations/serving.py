@@ -23,6 +23,9 @@ from replicad.streams.daemons import DaemonReports
 
 STATUS = "status"  # the right to see /status, /clients, /metrics, and the data of the console
 REPLAY = "replay"  # the right to put parked ids back into a tube
+DROP = "drop"  # the right to delete parked ids of a tube
+PAUSE = "pause"  # the right to pause and resume a tube
+CANCEL = "cancel"  # the right to cancel backfills of a tube
 _PACKAGES = ("h11", "prometheus_client")
 
 INTERVAL = daemons.INTERVAL
@@ -105,4 +108,4 @@ def open_service(host: Host) -> Service:
     return StatusService(host) if host.settings.http is None else Http(host)
 
 
-FEATURE = Feature("http", (), open_service, verbs=(STATUS,), named_verbs=(REPLAY,))
+FEATURE = Feature("http", (), open_service, verbs=(STATUS,), named_verbs=(REPLAY, DROP, PAUSE, CANCEL))

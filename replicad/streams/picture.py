@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from replicad.daemon.figures import COUNTER, GAUGE, ConsoleForm, Family, Sample, StateColumn, StateColumns, StateView
+from replicad.daemon.figures import (
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    ConsoleForm,
+    Family,
+    Sample,
+    StateColumn,
+    StateColumns,
+    StateView,
+)
 from replicad.positions.horizon import Holder
 from replicad.streams.queries import MOST
 from replicad.streams.registry import Stream
@@ -22,7 +32,13 @@ if TYPE_CHECKING:
     from replicad.daemon.journal import ChannelStatistics
     from replicad.streams.serving.served_stream import ServedStream
 
-SERVED, WAITING, STARTING, REFUSED = STATES = ("served", "waiting", "starting", "refused")  # in one daemon
+OK, TROUBLED, WAITING, STARTING, REFUSED = STATES = (
+    "ok",
+    "troubled",
+    "waiting",
+    "starting",
+    "refused",
+)  # in one daemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +123,11 @@ def _journal(name: str, text: str, of: Callable[[ChannelStatistics], float]) -> 
     return StateColumn(name, figure=family, samples=samples)
 
 
+def _delay_samples(one: StreamPicture) -> Iterable[Sample]:
+    for order, lane in () if one.served is None else one.served.lanes.items():
+        yield _DELAY(lane.channel.delays, one.name, order)
+
+
 _UNITS = (("d", 86400), ("h", 3600), ("m", 60))
 
 
@@ -129,9 +150,18 @@ _OF = ("stream",)
 _STATE = Family(
     "replicad_stream_state",
     GAUGE,
-    "1 for the state that the stream is in, else 0: served; waiting (its readers stay connected, it does not advance); "
+    "1 for the state that the stream is in, else 0: ok; troubled (served, with a present trouble); waiting (its "
+    "readers stay connected, it does not advance); "
     "starting (no first position yet); refused (it cannot be served).",
     ("stream", "state"),
+)
+_DELAY = Family(
+    "replicad_stream_delay_seconds",
+    HISTOGRAM,
+    "From the first sight of a new row's id until the row is given to the connection of a client that follows the "
+    "journal; a count for each row and client. The id is seen when it is given out, mostly before the commit; if both "
+    "lie between two polls, up to a pause between polls is not counted.",
+    ("stream", "order"),
 )
 _HELD = Family(
     "replicad_stream_held_back_seconds",
@@ -147,7 +177,8 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
     (
         StateColumn("name", _LIST | _SHOW | _CONSOLE, lambda one: one.name, label="Stream"),
         StateColumn("stream", _TOP, lambda one: one.name),
-        *map(_registered, ("table", "source", "id_column", "instance_column", "row")),
+        StateColumn("table", StateView.SHOW | _STATUS | _CONSOLE, lambda one: one.stream.table, label="Table"),
+        *map(_registered, ("source", "id_column", "instance_column", "row")),
         StateColumn("method", _SHOW, lambda one: str(one.stream.method)),
         *map(_registered, ("sequence", "positions_table", "epoch")),
         StateColumn("created_at", _SHOW, lambda one: _moment(one.stream.created_at)),
@@ -210,6 +241,7 @@ COLUMNS: StateColumns[StreamPicture] = StateColumns(
             label="Readers",
         ),
         _journal("replicad_stream_readers", "Clients that follow the journal.", lambda found: found.readers),
+        StateColumn("replicad_stream_delay_seconds", figure=_DELAY, samples=_delay_samples),
         _figure(
             "replicad_stream_sent_rows_total",
             "Rows given to clients, once for each client: new ones from the journal, and old ones while they catch up.",

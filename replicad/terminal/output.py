@@ -39,16 +39,16 @@ def plain_value(value: Any) -> Any:
 
 
 def cell(value: Any) -> str:
-    """The value as text in a table: empty for None, lists with commas, numbers with thousands separators."""
+    """The value as text in a table: empty for None, lists with commas, numbers with separators, times in UTC."""
+    if isinstance(value, datetime.datetime):
+        return value.astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     value = plain_value(value)
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.1f}"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
     if isinstance(value, (list, tuple)):
         return visible(",".join(map(str, value)))
     return visible(" ".join(str(value).split()))
@@ -60,7 +60,7 @@ def table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     cells = [[cell(row.get(column)) for column in columns] for row in kept]
     right = [
         any(isinstance(plain_value(row.get(column)), (int, float)) for row in kept)
-        and not any(isinstance(row.get(column), (bool, str)) for row in kept)
+        and not any(isinstance(row.get(column), bool) for row in kept)
         for column in columns
     ]
     titles = [column.replace("_", " ") for column in columns]

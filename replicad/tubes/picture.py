@@ -6,20 +6,34 @@ memory of a daemon.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from replicad.daemon.figures import GAUGE, ConsoleForm, Family, Sample, StateColumn, StateColumns, StateView
+from replicad.daemon.figures import (
+    GAUGE,
+    HISTOGRAM,
+    ConsoleForm,
+    Delays,
+    Family,
+    Sample,
+    StateColumn,
+    StateColumns,
+    StateView,
+)
 from replicad.positions.horizon import Holder
 from replicad.terminal.holders import held_back
 
-SERVED, REFUSED = STATES = ("served", "refused")  # in one daemon
+OK, TROUBLED, PAUSED, REFUSED = STATES = ("ok", "troubled", "paused", "refused")  # in one daemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TubePicture:
-    """One tube in one daemon. `problem` is the sentence to `state`; `waiting` is how many requests wait for pods."""
+    """One tube in one daemon. `problem` is the sentence to `state`; `waiting` is how many requests wait for pods.
+
+    `paused_at`: since when it is paused, in seconds since 1970. `tables`: the attached ones, as far as they are known.
+    """
 
     name: str
     state: str
@@ -27,6 +41,9 @@ class TubePicture:
     held_by: Holder | None
     waiting: int
     partitions: tuple[PartitionPicture, ...]
+    paused_at: float | None = None
+    tables: tuple[str, ...] = ()
+    delays: Delays | None = None
 
     @property
     def held_seconds(self) -> float | None:
@@ -81,7 +98,11 @@ def _rounded(of: Callable[[PartitionPicture], float | None]) -> Callable[[Partit
 
 
 _STATE = Family(
-    "replicad_tube_state", GAUGE, "1 for the state that the tube is in, else 0: served or refused.", ("tube", "state")
+    "replicad_tube_state",
+    GAUGE,
+    "1 for the state that the tube is in, else 0: ok; troubled (served, with a present trouble); paused (by an "
+    "operator: no reader gets its pods); refused (it cannot be served).",
+    ("tube", "state"),
 )
 _HELD = Family(
     "replicad_tube_held_back_seconds",
@@ -96,12 +117,34 @@ TUBE_COLUMNS: StateColumns[TubePicture] = StateColumns(
     (
         StateColumn("state", _STATUS, lambda one: one.state, figure=_STATE, samples=_state_samples),
         StateColumn("problem", _STATUS, lambda one: one.problem),
+        StateColumn("tables", _STATUS, lambda one: list(one.tables)),
+        StateColumn("paused_at", _STATUS, lambda one: one.paused_at),
+        StateColumn(
+            "replicad_tube_paused_seconds",
+            of=lambda one: None if one.paused_at is None else max(0.0, time.time() - one.paused_at),
+            figure=Family(
+                "replicad_tube_paused_seconds",
+                GAUGE,
+                "How long an operator has paused the tube; missing if it is not paused.",
+                ("tube",),
+            ),
+        ),
         StateColumn(
             "partitions", _STATUS, lambda one: [PARTITION_COLUMNS.fields(_STATUS, part) for part in one.partitions]
         ),
         StateColumn(
             "replicad_tube_partitions", of=lambda one: len(one.partitions),
             figure=Family("replicad_tube_partitions", GAUGE, "Partitions of the tube.", ("tube",)),
+        ),
+        StateColumn(
+            "replicad_tube_ack_delay_seconds", of=lambda one: one.delays,
+            figure=Family(
+                "replicad_tube_ack_delay_seconds",
+                HISTOGRAM,
+                "From the touch of a row until its pod was acknowledged through this daemon, by the clock of Postgres; "
+                "a count for each pod, without pods of backfills.",
+                ("tube",),
+            ),
         ),
         StateColumn(
             "replicad_tube_waiting_requests", of=lambda one: one.waiting,

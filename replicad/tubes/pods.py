@@ -25,6 +25,7 @@ from typing import TypeVar
 import structlog
 import trio
 
+from replicad.daemon.figures import Delays
 from replicad.errors import DatabaseError, LeaseLost
 from replicad.postgres.bridge import Database, Row, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_rows, call_value, statement
@@ -61,7 +62,8 @@ class TubeInfo:
     """A tube: its number of partitions, and the oids of its table and of the sequence that numbers its pods.
 
     `fault` says why it cannot be served, and what to do. The oids may then be None. `made`: when it was made, in
-    microseconds since 1970. `keys`: the kind of its keys (keys.py).
+    microseconds since 1970. `keys`: the kind of its keys (keys.py). `paused`: since when and why no reader gets its
+    pods, as words; `paused_at`: the same time, in seconds since 1970. None: it is not paused.
     """
 
     name: str
@@ -71,6 +73,8 @@ class TubeInfo:
     fault: str | None = None
     made: int | None = None
     keys: str = BIGINT
+    paused: str | None = None
+    paused_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +126,15 @@ class PodBook:
         self._short: dict[tuple[str, int, str | None], Together[tuple[int, ...], Sequence[Row]]] = {}
         self._early: dict[tuple[str, int], str] = {}  # statements by tube and number of partitions
         self._acks: dict[tuple[str, int], Together[_Listed, int]] = {}
+        self.delays: dict[str, Delays] = {}  # tube: from the touch to the ack of its pods, without pods of backfills
 
     async def tubes(self) -> list[TubeInfo]:
         """All tubes, by name. A fault of one does not hide the others."""
         found = await load_tubes(self._db, self._schema)
         present = {tube.name: tube.partitions for tube in found}
         self._low.keep_only(present)
+        for name in self.delays.keys() - present.keys():
+            del self.delays[name]
         for key in [key for key in self._short if present.get(key[0]) != key[1]]:
             del self._short[key]
         for kept in (self._early, self._acks):
@@ -327,8 +334,10 @@ class PodBook:
         if len(asked) == 1:
             [one] = asked
             fence = _fence(tube, Part(one.partition, partitions), one.term)
-            return [await call_value(self._ack_db, self._schema, "tube_ack", *fence, list(one.seqs))]
-        removed: list[int] = await call_value(
+            row = await call_row(self._ack_db, self._schema, "tube_ack", *fence, list(one.seqs))
+            self._note_delays(tube, row)
+            return [row["pods"]]
+        row = await call_row(
             self._ack_db,
             self._schema,
             "tube_ack_all",
@@ -339,15 +348,24 @@ class PodBook:
             [seq for one in asked for seq in one.seqs],
             [number for number, one in enumerate(asked, 1) for _ in one.seqs],
         )
+        self._note_delays(tube, row)
+        removed: Sequence[int] = row["pods"]
         return removed
 
     async def ack_upto(self, tube: str, part: Part, term: int, after: Cursor, upto: Cursor) -> int:
         """Remove the pods of (after, upto]; returns how many there were. Raises as `ack`."""
-        pods: int = await call_value(
+        row = await call_row(
             self._ack_db, self._schema, "tube_ack_upto", *_fence(tube, part, term), *Span(after, upto).bounds()
         )
+        self._note_delays(tube, row)
+        pods: int = row["pods"]
         await self._low.note_acks(tube, part, pods)
         return pods
+
+    def _note_delays(self, tube: str, row: Row) -> None:
+        """Count the ages of acked pods, as Postgres has counted them."""
+        if row["ages"] is not None:
+            self.delays.setdefault(tube, Delays()).add(row["ages"], row["seconds"])
 
     async def park(
         self, tube: str, part: Part, term: int, *, seq: int, ids: Sequence[Key], tries: int, error: str

@@ -124,7 +124,7 @@ def _unseen(row: Any) -> str:
         return (
             f"statements on {row['name']}{more}, a partition of {row['root']} that was added later, are not recorded; "
             f"those on {row['root']} itself are. Attach it again, {attach_command(row, row['root'])}, and then "
-            f"backfill it if something writes to partitions: {_backfill(row)}"
+            f"backfill it if {row['name']} had rows before, or if something writes to partitions: {_backfill(row)}"
         )
     if row["kind"] == "subscription":
         return (

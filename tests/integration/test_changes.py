@@ -109,13 +109,13 @@ async def test_disabled_triggers_are_a_trouble_until_all_rows_are_sent_anew(
     async with start_daemon() as daemon:
         await database.execute("ALTER TABLE orders DISABLE TRIGGER ALL; INSERT INTO orders VALUES (3)")
         with trio.fail_after(PATIENCE):
-            while (why := daemon.troubles.why("changes", "orders")) is None:
+            while (why := daemon.troubles.why("stream", "orders")) is None:
                 await daemon.troubles.next_change().wait()
         assert "replicad streams snapshot orders --anew" in why
         done = await replicad_async("streams", "snapshot", "orders", "--anew", "--database", database_url)
         assert "has 3 rows" in done.stdout
         with trio.fail_after(PATIENCE):
-            while daemon.troubles.why("changes", "orders") is not None:
+            while daemon.troubles.why("stream", "orders") is not None:
                 await daemon.troubles.next_change().wait()
 
 

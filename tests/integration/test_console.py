@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 
 from replicad.config.logs import RECENT
 from replicad.config.settings import Address, ServerSettings
@@ -37,8 +38,8 @@ def paces() -> Paces:
     return PACES
 
 
-async def post(address: Address | None, body: Any, **headers: str) -> Answer:
-    """POST to /replay as a page of the console does; `headers` with _ for -; None leaves one out."""
+async def post(address: Address | None, body: Any, path: str = "/replay", **headers: str) -> Answer:
+    """POST as a page of the console does; `headers` with _ for -; None leaves one out."""
     assert address is not None
     own = {"content-type": "application/json", "origin": f"http://{address}", "host": str(address)}
     wanted = {**own, **{name.replace("_", "-"): value for name, value in headers.items()}}
@@ -47,7 +48,7 @@ async def post(address: Address | None, body: Any, **headers: str) -> Answer:
     def send() -> Answer:
         connection = http.client.HTTPConnection(address.host, address.port, timeout=PATIENCE)
         try:
-            connection.request("POST", "/replay", text, {name: value for name, value in wanted.items() if value})
+            connection.request("POST", path, text, {name: value for name, value in wanted.items() if value})
             found = connection.getresponse()
             return Answer(found.status, dict(found.getheaders()), found.read().decode())
         finally:
@@ -107,6 +108,76 @@ async def test_parked_entries_are_shown_and_put_back_by_who_may_do_it(
         assert await database.fetch_value(pods) == 2
         again = await post(daemon.http, {"tube": "few", "numbers": few[:2]}, **word)
         assert json.loads(again.text)["replayed"] == 0, "they are gone"
+
+
+CHANGES = {  # what the console can change: the right, what is sent beside the tube's name, and the event
+    "/replay": ("replay", {"numbers": [1]}, "parked_replayed"),
+    "/drop": ("drop", {"numbers": [1]}, "parked_dropped"),
+    "/pause": ("pause", {}, "tube_paused"),
+    "/resume": ("pause", {}, "tube_resumed"),
+    "/cancel": ("cancel", {}, "backfills_cancelled"),
+}
+
+
+@pytest.mark.parametrize("path", CHANGES)
+async def test_each_change_needs_its_own_right_on_the_tube_and_is_in_the_log(
+    start_daemon: Start, database: Database, tmp_path: Path, path: str
+) -> None:
+    verb, more, event = CHANGES[path]
+    (number,) = await make_tube(database, "few", 1)
+    body = {"tube": "few", **({"numbers": [number]} if more else {})}
+    word = bearer(f"ops.{SECRET}")
+    others = ", ".join(f'"{one} few"' for one in {verb for verb, *_ in CHANGES.values()} - {verb})
+    async with start_daemon(access_file=tokens(tmp_path, f'["status", "list *", {others}, "{verb} other"]')) as daemon:
+        refused = await post(daemon.http, body, path, **word)
+        assert (refused.status, f'"{verb} few"' in refused) == (403, True)
+        assert (await post(daemon.http, body, path)).status == 401
+    async with start_daemon(access_file=tokens(tmp_path, f'["status", "{verb} few"]')) as daemon:
+        assert (await post(daemon.http, {**body, "tube": "secret"}, path, **word)).status == 404
+        assert (await post(daemon.http, {"tubes": "few"}, path, **word)).status == 400
+        assert (await post(daemon.http, body, path, origin="https://evil.example", **word)).status == 403
+        with capture_logs() as logged:
+            assert (await post(daemon.http, body, path, **word)).status == 200
+        assert (await ask(daemon.http, path, **word)).status == 405
+    (noted,) = [one for one in logged if one["event"] == event]
+    assert (noted["tube"], noted["client"]) == ("few", "ops")
+
+
+async def test_parked_entries_are_dropped_and_a_tube_is_paused_resumed_and_its_backfills_cancelled(
+    database: Database, daemon: Daemon
+) -> None:
+    first, second = await make_tube(database, "orders", 2)
+    await database.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+    await database.execute("SELECT tube.tube_table_ensure_attached('orders', 'orders', 1)")
+    await database.execute("INSERT INTO orders SELECT generate_series(1, 10); DELETE FROM tube.orders")
+    await database.execute(
+        "INSERT INTO tube.tube_backfill (tube, tbl, shard, start_seq, order_col, shards, ids, approx_ids)"
+        " VALUES ('orders', 'orders'::regclass, 1, '1', 'id', '{1}', 4, 10)"
+    )
+    done = await post(daemon.http, {"tube": "orders", "numbers": [first, 999_999]}, "/drop")
+    assert json.loads(done.text) == {"tube": "orders", "dropped": 1}
+    assert listed(await ask(daemon.http, "/parked?tube=orders")) == [second]
+    assert (await post(daemon.http, {"tube": "orders"}, "/pause")).status == 200
+    paused = "SELECT paused_at IS NOT NULL FROM tube.tube_registry"
+    assert await database.fetch_value(paused) is True
+    done = await post(daemon.http, {"tube": "orders"}, "/resume")
+    assert json.loads(done.text) == {"tube": "orders", "was_paused": 1}
+    assert await database.fetch_value(paused) is False
+    done = await post(daemon.http, {"tube": "orders"}, "/cancel")
+    assert json.loads(done.text) == {"tube": "orders", "cancelled": 1}
+    assert await database.fetch_value("SELECT count(*) FROM tube.tube_backfill") == 0
+
+
+async def test_the_last_hour_has_what_the_client_may_see(start_daemon: Start, events: Database, tmp_path: Path) -> None:
+    word = bearer(f"ops.{SECRET}")
+    async with start_daemon(access_file=tokens(tmp_path, '["status", "list events"]')) as daemon:
+        await events.execute("CREATE TABLE others (id bigserial PRIMARY KEY, body text)")
+        await events.execute("SELECT replicad.stream_add('others', 'others', 'id')")
+        await daemon.publisher.find("others")
+        assert (await ask(daemon.http, "/history")).status == 401
+        found = json.loads((await ask(daemon.http, "/history", **word)).text)
+    assert {one["name"] for one in found["series"]} <= {"events"}
+    assert all(len(one["lag"]) * found["step"] == 3600 for one in found["series"])
 
 
 FOREIGN = {

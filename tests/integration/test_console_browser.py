@@ -112,7 +112,7 @@ async def test_the_console_is_live_and_shows_who_holds_back_and_hostile_texts_as
         page.get_by_role("button", name="Copied").or_(page.get_by_role("button", name="Selected")).wait_for()
         page.locator("#client-list").get_by_text(HOSTILE).first.wait_for()
         page.locator("#tube-list").get_by_text("worker-1").first.wait_for()
-        assert any(row.startswith(HOSTILE) and "served" in row for row in visit.rows("#stream-list"))
+        assert any(row.startswith(HOSTILE) and " ok " in f" {row} " for row in visit.rows("#stream-list"))
         assert "9,007,199,254,740,993" in page.locator("#stream-list").inner_text()
         assert "41,000 of about 100,000 ids" in page.locator("#tube-list").inner_text()
         assert "trouble_began" in visit.rows("#event-list")[1]
@@ -155,8 +155,8 @@ async def test_parked_ids_are_replayed_with_the_keyboard_alone_on_a_phone_in_the
         page.get_by_role("button", name="Show 3 parked").wait_for()
         visit.tab_to("Show 3 parked")
         press("Enter")
-        page.get_by_label("Replay 1", exact=True).wait_for()
-        visit.tab_to("Replay 1")
+        page.get_by_label("Choose 1", exact=True).wait_for()
+        visit.tab_to("Choose 1")
         press("Space")
         visit.tab_to("Replay what is ticked")
         press("Enter")
@@ -167,6 +167,19 @@ async def test_parked_ids_are_replayed_with_the_keyboard_alone_on_a_phone_in_the
         press("Enter")
         page.get_by_text("1 put back").wait_for()
         expect(page.locator(".entries tbody tr")).to_have_count(2)
+        for button, question, sure, said in (
+            ("Pause", "workers get no pods", "Pause it", "paused"),
+            ("Resume", "Workers get its pods again", "Resume it", "resumed"),
+        ):
+            page.get_by_role("button", name=button, exact=True).wait_for()
+            visit.tab_to(button)
+            press("Enter")
+            page.get_by_role("dialog").wait_for()
+            assert question in page.get_by_role("dialog").inner_text()
+            visit.tab_to(sure)
+            press("Enter")
+            page.locator(".result").get_by_text(said, exact=True).wait_for()
+        assert "of public.cities" in page.locator("#tube-list h3").first.inner_text()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the phone"
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)")
         assert max(dark) < 64

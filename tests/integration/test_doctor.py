@@ -85,6 +85,11 @@ def scenario(name: str, level: Level, said: str) -> Callable[[Scenario], Scenari
     return add
 
 
+@scenario("paused", WARNING, "UTC: a migration; no reader gets its pods -> replicad tubes resume orders")
+async def _(world: World) -> None:
+    await world.sql("SELECT tube.tube_pause('orders', 'a migration')")
+
+
 @scenario("standby", FAILING, "may only read here -> ALTER DATABASE")
 async def _(world: World) -> None:
     name = await world.db.fetch_value("SELECT current_database()")

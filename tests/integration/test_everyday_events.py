@@ -2,6 +2,10 @@
 
 All events are caused at once in one database with one daemon, which keeps the module quick. A role that only looks sees
 them. Remedies are taken from the printed text and run word for word, each by the role that it is for.
+
+An event must be seen within SOON seconds. A look that begins later than that after the event, and does not show it, is
+a failure. A processor that others use is no fault of the daemon: the time in which its threads were ready to run and
+did not, as the kernel counts it, is not counted, up to BUSY seconds in all.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +41,8 @@ from tests.roles import DAEMON, as_role
 pytestmark = pytest.mark.xdist_group("everyday")  # one process makes the world, not each
 
 VIEWS = ("lists", "doctor", "ready", "metrics")
+SOON = 10.0  # seconds from an event until it is seen
+BUSY = 30.0  # seconds without a processor that are not counted at most
 ROLES = {"daemon": DAEMON, "app": APP, "owner": OWNER}
 
 
@@ -54,6 +61,7 @@ class Looked:
     doctor: dict[str, list[str]]
     ready: str
     metrics: str
+    began: dict[tuple[str, str], float]  # when each view was asked for, by the view and the role that looks
 
 
 @dataclass
@@ -62,7 +70,13 @@ class World:
 
     url: str
     http: str
-    seen: dict[tuple[str, str], float] = field(default_factory=dict)  # event and view: seconds after the cause
+    pid: int  # of the daemon
+    caused: dict[str, float] = field(default_factory=dict)  # event: when
+    seen: set[tuple[str, str]] = field(default_factory=set)  # event and view
+    late: dict[tuple[str, str], float] = field(
+        default_factory=dict
+    )  # seconds after the cause that a look did not see it
+    busy: float = 0.0  # seconds that the daemon has waited for a processor while events were looked for
     printed: dict[str, str] = field(default_factory=dict)  # what the lists and the doctor said of an event
     clear: dict[tuple[str, str], float] = field(default_factory=dict)  # seconds after the last remedy
     failed: dict[str, str] = field(default_factory=dict)  # remedies that could not be run
@@ -72,16 +86,29 @@ class World:
         return psql(as_role(self.url, {"daemon": DAEMON}.get(role, role)), *sql)
 
     def look(self) -> Looked:
-        lists, doctor = {}, {}
+        lists, doctor, began = {}, {}, {("ready", ""): time.monotonic()}
+        ready = self.get("/readyz")
+        began["metrics", ""] = time.monotonic()
+        metrics = self.get("/metrics")
         for role in sorted({filled(event.viewer) for event in EVENTS}):
             url = as_role(self.url, role)
             lists[role] = []
+            began["lists", role] = time.monotonic()
             for words in (["streams", "list"], ["tubes", "list"]):
                 done = replicad(*words, "--database", url)
                 assert done.returncode == 0, done.stderr
                 lists[role] += done.stdout.splitlines()
+            began["doctor", role] = time.monotonic()
             doctor[role] = trio.run(_doctor, url)
-        return Looked(lists, doctor, self.get("/readyz"), self.get("/metrics"))
+        return Looked(lists, doctor, ready, metrics, began)
+
+    def waited(self) -> float:
+        """Seconds that the threads of the daemon have been ready to run without a processor, the longest of them."""
+        found = 0.0
+        for path in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+                found = max(found, int(path.read_text().split()[1]) / 1e9)
+        return found
 
     def get(self, path: str) -> str:
         try:
@@ -129,8 +156,8 @@ def _other(event: Event, view: str, looked: Looked) -> bool:
 
 
 @contextmanager
-def served(url: str) -> Iterator[str]:
-    """`replicad serve`; yields its address over HTTP."""
+def served(url: str) -> Iterator[tuple[str, int]]:
+    """`replicad serve`; yields its address over HTTP, and its process."""
     words = ["serve", "--database", as_role(url, DAEMON), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
     command = [sys.executable, "-m", "replicad", *words, "--log-format", "json"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -139,7 +166,7 @@ def served(url: str) -> Iterator[str]:
             for line in process.stderr:
                 found: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
                 if found.get("event") == "ready":
-                    yield found["http"] if isinstance(found["http"], str) else found["http"][0]
+                    yield found["http"] if isinstance(found["http"], str) else found["http"][0], process.pid
                     break
         finally:
             process.terminate()
@@ -156,8 +183,8 @@ def world(postgres_url: str, served_template: str) -> Iterator[World]:
     try:
         _prepare(url)
         psql(url, script(Roles(DAEMON, owners=[OWNER], operators=[OPERATOR], writers=[APP])))
-        with served(url) as http:
-            made = World(url, http)
+        with served(url) as (http, pid):
+            made = World(url, http, pid)
             _begin(made)
             try:
                 _cause(made)
@@ -181,7 +208,9 @@ def _prepare(url: str) -> None:
         psql(as_role(url, role), table, *([event.prepare] if event.prepare else []))
         if role == "postgres":
             psql(url, f"GRANT SELECT ON app.{event.name}, app.{event.name}_id_seq TO {DAEMON}")
-        if event.kind == "stream":
+        if event.changes:
+            added = f"SELECT replicad.stream_add_changes('{event.name}', 'app.{event.name}')"
+        elif event.kind == "stream":
             added = f"SELECT replicad.stream_add('{event.name}', 'app.{event.name}', 'id'{event.add})"
         else:
             added = (
@@ -206,6 +235,7 @@ def _begin(world: World) -> None:
 
 
 def _cause(world: World) -> None:
+    waited = world.waited()
     for event in EVENTS:
         if event.stays:
             _stay(world, event)
@@ -213,13 +243,18 @@ def _cause(world: World) -> None:
             world.run(filled(event.by), filled(event.cause))
         if event.also:
             world.run(filled(event.by), event.also)
+        world.caused[event.name] = time.monotonic()
     began = time.monotonic()
     while time.monotonic() < began + PATIENCE:
-        looked, at = world.look(), time.monotonic() - began
+        looked = world.look()
+        world.busy = world.waited() - waited
         for event in EVENTS:
             for view, line in _own(event, looked).items():
+                asked = looked.began.get((view, filled(event.viewer))) or looked.began[view, ""]
+                if line is None and (event.name, view) not in world.seen:
+                    world.late[event.name, view] = asked - world.caused[event.name]
                 if line is not None:
-                    world.seen.setdefault((event.name, view), at)
+                    world.seen.add((event.name, view))
                     known = world.printed.get(event.name, "")
                     if view in ("lists", "doctor") and " ".join(line.split()) not in known:
                         world.printed[event.name] = f"{known}\n{' '.join(line.split())}"
@@ -291,6 +326,8 @@ def test_an_event_is_seen_and_its_printed_remedy_ends_it(event: Event, world: Wo
     wanted = {view for view in VIEWS if view not in event.unseen}
     seen = {view for view in VIEWS if (event.name, view) in world.seen}
     assert wanted <= seen, f"not seen in {wanted - seen}; printed: {world.printed.get(event.name)}"
+    late = {view: world.late.get((event.name, view), 0.0) for view in wanted}
+    assert max(late.values()) <= SOON + min(world.busy, BUSY), f"seconds without a sign of it: {late}"
     assert event.name not in world.failed, world.failed[event.name]
     still = {view for view in wanted if (event.name, view) not in world.clear}
     assert not still, f"the remedy did not end it in {still}"

@@ -24,7 +24,7 @@ import trio
 from replicad.config.settings import Address, ServerSettings
 from replicad.errors import UsageError
 from replicad.groups import sole_leaf
-from replicad.operations.http import server, wire
+from replicad.operations.http import history, server, wire
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.sender.store import open_store
@@ -113,7 +113,7 @@ async def test_a_daemon_is_alive_ready_and_tells_its_figures(events: Database, d
     assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert found.value("replicad_database_up") == 1
     assert found.value("replicad_ready") == 1
-    assert found.value('replicad_stream_state{state="served",stream="events"}') == 1
+    assert found.value('replicad_stream_state{state="ok",stream="events"}') == 1
     assert found.value('replicad_stream_lag_rows{stream="events"}') == 0
     assert found.value('replicad_tube_lease_alive{partition="1",tube="orders"}') == 0
     body = json.loads((await ask(daemon.http, "/status")).text)
@@ -184,7 +184,7 @@ async def test_a_transaction_that_holds_a_stream_back_is_shown_with_rows_and_sec
             lambda one: held in one and one.value(held) > 1 and 'replicad_stream_lag_rows{stream="events"} 20.0' in one,
         )
         assert found.value('replicad_stream_lag_seconds{stream="events"}') > 1
-        assert found.value('replicad_stream_state{state="served",stream="events"}') == 1
+        assert found.value('replicad_stream_state{state="ok",stream="events"}') == 1
         body = json.loads((await ask(daemon.http, "/status")).text)
         assert body["streams"][0]["held_back"]["pid"] is not None
         assert (await ask(daemon.http, "/readyz")).status == 200, "it is slow, and it is served"
@@ -215,7 +215,7 @@ async def test_a_stream_and_a_tube_that_cannot_be_served_make_the_daemon_unready
     events: Database, daemon: Daemon
 ) -> None:
     await events.execute("SELECT tube.tube_ensure_exists('orders', partitions => 1)")
-    await ask_until(daemon.http, "/metrics", lambda one: 'replicad_tube_state{state="served",tube="orders"} 1.0' in one)
+    await ask_until(daemon.http, "/metrics", lambda one: 'replicad_tube_state{state="ok",tube="orders"} 1.0' in one)
     await events.execute("ALTER TABLE events RENAME COLUMN id TO other")
     found = await ask_until(daemon.http, "/readyz", lambda one: one.status == 503)
     assert "not ready: stream events" in found
@@ -371,6 +371,7 @@ async def test_postgres_is_looked_at_only_for_scrapes_and_once_for_many(
         await look(self)
 
     monkeypatch.setattr(TubeFigures, "_look", counted)
+    monkeypatch.setattr(history, "STEP", 3600.0)  # the charts look, too
     await database.execute("SELECT tube.tube_ensure_exists('orders', partitions => 1)")
     async with start_daemon() as daemon:
         for _ in range(20):  # health checks are no scrapes
@@ -460,7 +461,7 @@ async def test_a_client_of_the_access_file_needs_the_right_and_sees_the_names_th
     async with start_daemon(access_file=tokens(tmp_path, '["status", "list events"]')) as daemon:
         await daemon.publisher.find("secret")
         found = await ask(daemon.http, "/metrics", **word)
-        assert found.value('replicad_stream_state{state="served",stream="events"}') == 1
+        assert found.value('replicad_stream_state{state="ok",stream="events"}') == 1
         assert "secret" not in found
         body = await ask(daemon.http, "/status", **word)
         assert [one["name"] for one in json.loads(body.text)["streams"]] == ["events"]

@@ -362,7 +362,7 @@ async def test_whoever_changes_a_tube_meets_writers_backfills_and_workers_withou
         )
         assert lease is not None
         seqs = [row["seq"] for row in await connection.fetch("SELECT seq FROM tube.a ORDER BY seq LIMIT 4")]
-        await connection.execute("SELECT tube.tube_ack('a', $1, 0, $2, $3)", number, lease["term"], seqs[:3])
+        await connection.execute("SELECT pods FROM tube.tube_ack('a', $1, 0, $2, $3)", number, lease["term"], seqs[:3])
         for seq in seqs[3:]:
             await connection.execute(
                 "SELECT tube.tube_park('a', $1, 0, $2, $3, NULL, 1, 'no')", number, lease["term"], seq

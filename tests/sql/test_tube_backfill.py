@@ -164,12 +164,15 @@ async def test_with_routing_a_shard_that_became_empty_has_control_pods_so_that_i
     await filled.execute("SELECT tube.tube_lease_claim('a', 1, 0, 'w', '1 hour', '{}')")
     term = await filled.fetch_value("SELECT term FROM tube.tube_lease")
     seqs = "(SELECT array_agg(seq) FROM tube.a WHERE shard IN (0, 1))"
-    assert await filled.fetch_value(f"SELECT tube.tube_ack('a', 1, 0, $1, {seqs})", term) == 2
+    assert await filled.fetch_value(f"SELECT pods FROM tube.tube_ack('a', 1, 0, $1, {seqs})", term) == 2
     parked = await filled.fetch_row("SELECT seq, ids FROM tube.a WHERE shard = 3 LIMIT 1")
     await filled.execute("SELECT tube.tube_park('a', 1, 0, $1, $2, $3::bigint[]::text[], 1, 'x')", term, *parked)  # type: ignore[misc]
     removed = await filled.fetch_value("SELECT count(*) FROM tube.a")
     last = await filled.fetch_value("SELECT max(seq) FROM tube.a")
-    assert await filled.fetch_value("SELECT tube.tube_ack_upto('a', 1, 0, $1, 0, 0, $2, 0)", term, last) == removed
+    assert (
+        await filled.fetch_value("SELECT pods FROM tube.tube_ack_upto('a', 1, 0, $1, 0, 0, $2, 0)", term, last)
+        == removed
+    )
     await filled.execute("SELECT tube.tube_table_ensure_detached('a', 'sh1.t'); DELETE FROM sh1.t WHERE v % 4 > 0")
     await filled.execute(attach)
     for _ in range(2):  # the second one knows the shards of the first, although it was never acked

@@ -164,14 +164,15 @@ async def test_an_ack_under_way_holds_off_the_takeover_and_the_next_one_is_refus
             taken.set()
 
         async with zombie.transaction():
-            assert await zombie.fetch_value("SELECT tube.tube_ack('a', 2, 0, $1, $2)", term, seqs[:2]) == 2
+            assert await zombie.fetch_value("SELECT pods FROM tube.tube_ack('a', 2, 0, $1, $2)", term, seqs[:2]) == 2
             # Renewals are not held off: the row's key does not change.
             nursery.start_soon(take_over)
             await wait_for_lock(tube)
             assert not taken.is_set()
         await taken.wait()
         for late in (
-            "SELECT tube.tube_ack('a', 2, 0, $1, $2)", "SELECT tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2[1] + 100, 0)",
+            "SELECT pods FROM tube.tube_ack('a', 2, 0, $1, $2)",
+            "SELECT pods FROM tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2[1] + 100, 0)",
             "SELECT tube.tube_park('a', 2, 0, $1, $2[4], NULL, 1, 'late')",
         ):  # fmt: skip
             with pytest.raises(
@@ -190,7 +191,7 @@ async def test_an_ack_that_comes_during_the_takeover_waits_and_changes_nothing(t
 
         async def ack() -> None:
             with pytest.raises(LeaseLost):
-                await tube.execute("SELECT tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2, $2)", term, 10**9)
+                await tube.execute("SELECT pods FROM tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2, $2)", term, 10**9)
             refused.set()
 
         async with new.transaction():
@@ -208,13 +209,13 @@ async def test_a_takeover_that_is_rolled_back_costs_the_holder_nothing(tube: Dat
         await new.execute("BEGIN")
         await claim(new, 2, 0, "you", (beat,))
         await new.execute("ROLLBACK")
-    assert await tube.fetch_value("SELECT tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2, $2)", term, 10**9) == 4
+    assert await tube.fetch_value("SELECT pods FROM tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2, $2)", term, 10**9) == 4
 
 
 async def test_renewals_go_on_while_an_ack_is_under_way(tube: Database) -> None:
     term, beat = await claim(tube, 2, 0)
     async with tube.connection() as connection, connection.transaction():
-        await connection.execute("SELECT tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2, $2)", term, 10**9)
+        await connection.execute("SELECT pods FROM tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2, $2)", term, 10**9)
         with trio.fail_after(PATIENCE):
             assert await tube.fetch_value("SELECT tube.tube_lease_renew('a', 2, 0, $1)", term) > beat
 
@@ -223,7 +224,10 @@ async def test_acks_remove_what_was_read_and_nothing_of_other_partitions_or_beyo
     await tube.execute("SELECT tube.a_touch(0, '{9}', 'B'), tube.a_touch(0, '{10}', 'U'), tube.a_touch(0, '{11}', 'B')")
     seq = {row["id"]: row["seq"] for row in await tube.fetch("SELECT ids[1] AS id, seq FROM tube.a")}
     term, _ = await claim(tube, 2, 0)
-    ack, upto = "SELECT tube.tube_ack('a', 2, 0, $1, $2)", "SELECT tube.tube_ack_upto('a', 2, 0, $1, $2, $3, $4, $5)"
+    ack, upto = (
+        "SELECT pods FROM tube.tube_ack('a', 2, 0, $1, $2)",
+        "SELECT pods FROM tube.tube_ack_upto('a', 2, 0, $1, $2, $3, $4, $5)",
+    )
     assert await tube.fetch_value(ack, term, [seq[1], seq[2], seq[2], 10**12]) == 1
     assert await tube.fetch_value(ack, term, []) == 0
     assert await tube.fetch_value(upto, term, 0, 0, seq[5], 0) == 2
@@ -234,13 +238,13 @@ async def test_acks_remove_what_was_read_and_nothing_of_other_partitions_or_beyo
     assert await tube.fetch_value(upto, term, 0, 0, seq[10], seq[11]) == 0
     assert await left(tube) == [2, 4, 6, 8]
     with pytest.raises(LeaseLost):
-        await tube.fetch_value("SELECT tube.tube_ack('a', 2, 1, $1, $2)", term, [seq[2]])
+        await tube.fetch_value("SELECT pods FROM tube.tube_ack('a', 2, 1, $1, $2)", term, [seq[2]])
 
 
 async def test_acks_of_several_readers_in_one_statement_remove_what_single_acks_remove_or_nothing(
     tube: Database,
 ) -> None:
-    ack = "SELECT tube.tube_ack_all('a', 2, $1, $2, $3, $4)"
+    ack = "SELECT pods FROM tube.tube_ack_all('a', 2, $1, $2, $3, $4)"
     seq = {row["id"]: row["seq"] for row in await tube.fetch("SELECT ids[1] AS id, seq FROM tube.a")}
     (even, _), (odd, beat) = await claim(tube, 2, 0), await claim(tube, 2, 1)
     seqs = [seq[1], seq[2], seq[3], seq[3], seq[4], 10**12]  # those of 2 and 4 are of the other partition
@@ -286,7 +290,7 @@ async def test_leases_go_with_their_tube(tube: Database) -> None:
     term, _ = await claim(tube, 2, 0)
     await tube.execute("SELECT tube.tube_ensure_absent('a'); SELECT tube.tube_ensure_exists('a', 2)")
     with pytest.raises(LeaseLost):
-        await tube.execute("SELECT tube.tube_ack_upto('a', 2, 0, $1, 0, 0, 100, 100)", term)
+        await tube.execute("SELECT pods FROM tube.tube_ack_upto('a', 2, 0, $1, 0, 0, 100, 100)", term)
 
 
 async def test_what_keeps_failing_is_kept_aside_with_its_error_and_comes_back_or_goes(tube: Database) -> None:
@@ -341,7 +345,7 @@ async def scheduled(tube: Database) -> tuple[int, list[int]]:
 async def test_a_tube_that_is_dropped_waits_for_the_ack_under_way_and_makes_no_circle_with_it(tube: Database) -> None:
     term, marks = await scheduled(tube)
     async with trio.open_nursery() as nursery, tube.connection() as worker, worker.transaction():
-        ack = "SELECT tube.tube_ack('a', 1, 0, $1, $2)"
+        ack = "SELECT pods FROM tube.tube_ack('a', 1, 0, $1, $2)"
         assert await worker.fetch_value(ack, term, [await worker.fetch_value("SELECT min(seq) FROM tube.a")]) == 1
         nursery.start_soon(tube.execute, "SELECT tube.tube_ensure_absent('a')")
         await wait_for_lock(tube)
@@ -358,10 +362,10 @@ async def test_whoever_takes_control_pods_away_leaves_those_to_their_worker_that
     term, marks = await scheduled(tube)
     async with tube.connection() as worker, tube.connection() as other:
         async with worker.transaction():
-            await worker.execute("SELECT tube.tube_ack('a', 1, 0, $1, $2)", term, marks[:1])
+            await worker.execute("SELECT pods FROM tube.tube_ack('a', 1, 0, $1, $2)", term, marks[:1])
             with trio.fail_after(PATIENCE):  # without waiting for the worker
                 await other.execute(f"SELECT tube.{change}")
-            await worker.execute("SELECT tube.tube_ack('a', 1, 0, $1, $2)", term, marks[1:])
+            await worker.execute("SELECT pods FROM tube.tube_ack('a', 1, 0, $1, $2)", term, marks[1:])
     assert await left(tube) == list(range(1, 9))
     assert await tube.fetch_value("SELECT count(*) FROM tube.a WHERE ids = '{}'") == 0
 

@@ -86,10 +86,13 @@ async def reads(db: Database) -> None:
     query = await db.fetch_value("SELECT tube.tube_lines_sql('a', 2, 1, $1, 0, 0, $2, 0)", term, plan["regular"])
     assert len(await collect(db.copy_out, query)) == 5
     seqs = [row["seq"] for row in await db.fetch(await db.fetch_value("SELECT tube.tube_pods_sql('a', 2, 1)"))]
-    assert await db.fetch_value("SELECT tube.tube_ack('a', 2, 1, $1, $2)", term, seqs[:1]) == 1
+    assert await db.fetch_value("SELECT pods FROM tube.tube_ack('a', 2, 1, $1, $2)", term, seqs[:1]) == 1
     assert await db.fetch_value("SELECT tube.tube_park('a', 2, 1, $1, $2, NULL, 3, 'bad')", term, seqs[1]) == 20
     assert await db.fetch_value("SELECT tube.tube_parked_replay('a')") == 1
-    assert await db.fetch_value("SELECT tube.tube_ack_upto('a', 2, 1, $1, 0, 0, $2, 0)", term, plan["regular"]) == 3
+    assert (
+        await db.fetch_value("SELECT pods FROM tube.tube_ack_upto('a', 2, 1, $1, 0, 0, $2, 0)", term, plan["regular"])
+        == 3
+    )
     assert await db.fetch_value("SELECT tube.tube_lease_release('a', 2, 1, $1)", term)
     with pytest.raises(LeaseLost):
         await db.fetch(query)

@@ -285,7 +285,9 @@ async def test_a_batch_planned_under_another_number_of_partitions_can_be_read_an
     with pytest.raises(PartitionsChanged):
         await db.execute("SELECT tube.tube_plan('a', 3, 2, $1, 0, 0, 1000, 10)", term)
     assert await lines(db, "a", 3, 2, term, 0, 0, 10**9, 10**9) == before
-    assert await db.fetch_value("SELECT tube.tube_ack_upto('a', 3, 2, $1, 0, 0, $2, $2)", term, 10**9) == len(before)
+    assert await db.fetch_value("SELECT pods FROM tube.tube_ack_upto('a', 3, 2, $1, 0, 0, $2, $2)", term, 10**9) == len(
+        before
+    )
     assert await db.fetch_value("SELECT count(*) FROM tube.a") == 60 - len(before)
 
 
@@ -309,7 +311,7 @@ async def test_the_whole_tube_can_be_read_as_one_partition_whatever_their_number
         got += [int(line.split(" ")[3]) for line in page]
         after = upto
     assert got == expected
-    assert await db.fetch_value("SELECT tube.tube_ack_upto('a', 1, 0, $1, 0, 0, $2, $3)", term, *after) == 200
+    assert await db.fetch_value("SELECT pods FROM tube.tube_ack_upto('a', 1, 0, $1, 0, 0, $2, $3)", term, *after) == 200
 
 
 async def test_statistics_are_exact_for_small_tubes_and_say_so_when_they_are_not(db: Database) -> None:

@@ -22,13 +22,18 @@ from replicad.cli.serve import command as serve
 from replicad.config.declaring import settings_of
 from replicad.config.limits import Limits
 from replicad.config.settings import DatabaseSettings, ServerSettings, read_settings
+from replicad.daemon.figures import HISTOGRAM
 from replicad.daemon.pools import DATABASE_SHARE, EXTRA_CLIENTS, SPARE, UNKNOWN_OPEN, most_connections
 from tests.figures_page import PARTS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SCRAPED = {"instance", "job"}  # labels that Prometheus adds
-FIGURES = {family.name: SCRAPED | set(family.labels) for family in chain(*PARTS.values())} | {
+FIGURES = {
+    f"{family.name}{end}": SCRAPED | set(family.labels) | ({"le"} if end == "_bucket" else set())
+    for family in chain(*PARTS.values())
+    for end in (("_bucket", "_count", "_sum") if family.kind == HISTOGRAM else ("",))
+} | {
     "up": SCRAPED,
     "ALERTS": {"alertname", "alertstate", "severity"},
     "process_cpu_seconds_total": SCRAPED,

@@ -60,6 +60,10 @@ export function table(parent, columns, rows, keyOf, nothing) {
   keep(scroll.querySelector("tbody"), shown, keyOf, begin, (line, row) => {
     columns.forEach((column, place) => fillCell(line.cells[place], column, row));
   });
+  const lines = [...scroll.querySelectorAll("tbody tr")]; // a heading stands above its numbers
+  [...scroll.querySelectorAll("th")].forEach((head, place) => {
+    head.classList.toggle("number", lines.some((line) => line.cells[place].classList.contains("number")));
+  });
 }
 
 function fillCell(cell, column, row) {
@@ -73,6 +77,50 @@ function fillCell(cell, column, row) {
   const isNumber = typeof value === "number" || typeof value === "bigint";
   put(cell, isNumber ? value.toLocaleString("en", { maximumFractionDigits: 1 }) : value);
   cell.className = [isNumber ? "number" : "", tone ?? "", cell.textContent === "" ? "empty" : ""].join(" ").trim();
+}
+
+const [WIDTH, HEIGHT] = [120, 24]; // as the viewBox of the template; the style stretches it
+
+/** Lag (a line) and rate (an area) of the last hour, each up to its own highest value, which the text below names. */
+export function chart(node, found, step, what) {
+  if (found === undefined || !found.lag.some((one) => one !== null)) {
+    node.replaceChildren();
+    return;
+  }
+  if (node.childElementCount === 0) {
+    node.classList.add("chart");
+    node.append(document.getElementById("chart").content.cloneNode(true), make("span"));
+  }
+  const highest = (values) => values.reduce((high, one) => Math.max(high, one ?? 0), 0);
+  const [lag, rate] = [highest(found.lag), highest(found.rate)];
+  const minutes = Math.round((found.lag.length * step) / 60);
+  const text = `lag up to ${duration(lag)}, ${rate.toLocaleString("en", { maximumFractionDigits: 1 })} ${what}/s`;
+  const drawn = node.querySelector("svg");
+  drawn.setAttribute("aria-label", `the last ${minutes} minutes: ${text}`);
+  drawn.querySelector(".lag").setAttribute("d", line(found.lag, lag, false));
+  drawn.querySelector(".rate").setAttribute("d", line(found.rate, rate, true));
+  put(node.querySelector("span"), text);
+}
+
+/** The path of values; it is interrupted where nothing is known. `filled`: down to the bottom of the chart. */
+function line(values, highest, filled) {
+  const parts = [];
+  let part = [];
+  const x = (place) => ((place * WIDTH) / Math.max(1, values.length - 1)).toFixed(1);
+  const end = () => {
+    if (part.length > 0) {
+      const [first, last] = [part[0][0], part[part.length - 1][0]];
+      const points = part.map(([place, y]) => `${x(place)} ${y.toFixed(1)}`).join("L");
+      parts.push(filled ? `M${x(first)} ${HEIGHT}L${points}L${x(last)} ${HEIGHT}Z` : `M${points}`);
+    }
+    part = [];
+  };
+  values.forEach((value, place) => {
+    if (value === null) end();
+    else part.push([place, HEIGHT - (highest > 0 ? (value / highest) * (HEIGHT - 1) : 0)]);
+  });
+  end();
+  return parts.join("");
 }
 
 export const long = (value) => (value == null ? null : [duration(value), value >= LONG ? "warn" : ""]);

@@ -2,18 +2,20 @@
 // text of a node, never HTML. Elements are kept and changed, not made anew, so that the focus and selections stay.
 
 import { DAEMONS, PARTITIONS, STREAMS } from "./console-columns.js";
-import { MOST_ROWS, duration, holder, keep, long, make, put, table } from "./console-nodes.js";
+import { MOST_ROWS, chart, duration, holder, keep, long, make, put, table } from "./console-nodes.js";
 
 const PAUSE = 2_000; // milliseconds between two looks
 const LONGEST_PAUSE = 30_000; // after failures
 const PATIENCE = 15_000; // for an answer; the daemon answers within 10 s
 const MOST_EVENTS = 200; // as many as the daemon keeps
+const MOST_NUMBERS = 100; // of parked entries in one request
 
 const $ = (id) => document.getElementById(id);
 let token = sessionStorage.getItem("token") ?? "";
 let events = [];
 let lastEvent = 0;
 let daemonStart = null;
+let history = { step: 30, at: -Infinity, of: new Map() }; // lag and rate of the last hour, by kind and name
 const open = new Map(); // tubes whose parked entries are shown: name to what was answered last
 const chosen = new Map(); // tube to the set of numbers that are ticked
 
@@ -50,6 +52,11 @@ async function look() {
   }
   lastEvent = news.last;
   events = [...events, ...news.events].slice(-MOST_EVENTS);
+  if (performance.now() - history.at >= 1000 * history.step) {
+    const found = await ask("history");
+    const of = new Map(found.series.map((one) => [`${one.kind} ${one.name}`, one]));
+    history = { step: found.step, at: performance.now(), of };
+  }
   for (const tube of [...open.keys()]) {
     try {
       open.set(tube, await ask(`parked?tube=${encodeURIComponent(tube)}`));
@@ -117,7 +124,7 @@ const FORMS = { // of the columns that are declared in the daemon
   list: (name) => ({ of: (row) => row[name].join(", ") }),
   some: (name) => ({ of: (row) => row[name] || null }),
   failed: (name) => ({ of: (row) => (row[name] ? [row[name].toLocaleString("en"), "bad"] : null) }),
-  state: (name) => ({ of: (row) => [row[name], row[name] === "served" ? "good" : "bad"] }),
+  state: (name) => ({ of: (row) => [row[name], tone(row[name])] }),
   alive: (name) => ({ of: (row) => [row[name], row.alive ? "good" : "bad"] }),
   holder: (name) => ({ fill: (cell, row) => holder(cell, row[name]) }),
   problem: (name) => ({ of: (row) => [row[name] ?? (row.late_rows ? `${row.late_rows} late rows` : null), "bad"] }),
@@ -128,8 +135,9 @@ const FORMS = { // of the columns that are declared in the daemon
 };
 const shown = (columns) => columns.map(({ title, name, form }) => ({ ...FORMS[form](name), title }));
 const [STREAM, PARTITION, DAEMON] = [STREAMS, PARTITIONS, DAEMONS].map(shown);
+STREAM.splice(3, 0, { title: "Last hour", fill: (cell, row) => lastHour(cell, "stream", row.name, "rows") });
 const PARKED = [
-  { title: "Replay", fill: tick },
+  { title: "Choose", fill: tick },
   label("Number", "number"),
   label("Shard", "shard"),
   plain("Op", "op"),
@@ -158,11 +166,14 @@ const TROUBLE = [
   { title: "Reason", of: (row) => [row.reason, "bad"] },
 ];
 const EVENT = [
-  { title: "Time", of: (row) => new Date(1000 * row.at).toLocaleTimeString() },
+  { title: "Time", of: (row) => moment(row.at) },
   { title: "Level", of: (row) => [row.level, row.level === "warning" ? "warn" : row.level === "info" ? "quiet" : "bad"] },
   plain("Event", "event"),
   { title: "Fields", of: (row) => Object.entries(row.fields).map(([name, value]) => `${name}=${value}`).join(" ") },
 ];
+
+const tone = (state) => (state === "ok" ? "good" : state === "troubled" || state === "paused" ? "warn" : "bad");
+const lastHour = (cell, kind, name, what) => chart(cell, history.of.get(`${kind} ${name}`), history.step, what);
 
 // A time with its zone: the reader's machine and the daemon's may be in different ones.
 const moment = (seconds) => new Date(1000 * seconds).toLocaleString(undefined, { dateStyle: "short", timeStyle: "long" });
@@ -174,9 +185,12 @@ function show({ status, clients }) {
   const wanted = $("filter").value.trim().toLowerCase();
   const named = (row) => !wanted || [row.name, row.peer, row.access].some((one) => one?.toLowerCase().includes(wanted));
   const { streams = [], tubes = [], backfills = [], daemons = [], troubles = [], reports = [], obstacles, server } = status;
-  document.title = `${status.ready && !troubles.length ? "" : "(!) "}${status.server_name} - replicad`;
   put($("server"), status.server_name);
-  const number = new Set([...troubles, ...reports].map((one) => `${one.kind} ${one.name}`)).size;
+  const places = [...troubles, ...reports].map((one) => `${one.kind} ${one.name}`);
+  for (const one of streams) if (one.state !== "ok" || one.late_rows) places.push(`stream ${one.name}`);
+  for (const one of tubes) if (one.state !== "ok" || one.partitions.some(trouble)) places.push(`tube ${one.name}`);
+  const number = new Set(places).size;
+  document.title = `${status.ready && !number ? "" : "(!) "}${status.server_name} - replicad`;
   const faults = number ? `, with troubles in ${number} place${number === 1 ? "" : "s"}` : "";
   if (status.ready) {
     say(`ready${faults}`, faults ? "warn" : "good");
@@ -221,12 +235,18 @@ function showTubes(tubes, backfills) {
     const part = (name) => node.querySelector(`.${name}`);
     put(part("name"), tube.name);
     put(part("state"), tube.state);
-    part("state").className = `state ${tube.state === "served" ? "good" : "bad"}`;
+    part("state").className = `state ${tone(tube.state)}`;
+    const more = tube.tables.length >= 10 ? " and more" : "";
+    put(part("tables"), tube.tables.length ? `of ${tube.tables.join(", ")}${more}` : "");
     put(part("problem"), tube.problem);
+    part("problem").className = `problem ${tone(tube.state)}`;
+    lastHour(part("chart"), "tube", tube.name, "pods");
+    put(part("pause"), tube.state === "paused" ? "Resume" : "Pause");
     holder(part("holder"), tube.held_back?.seconds >= 1 ? tube.held_back : null);
     table(part("partitions"), PARTITION, worstFirst(tube.partitions), (row) => row.partition, "");
     const own = backfills.filter((one) => one.name === tube.name);
     keep(part("backfills"), own, (one) => one.table, () => make("p", {}, make("progress"), make("span")), showBackfill);
+    part("cancel").hidden = own.length === 0;
     const number = tube.partitions.reduce((sum, one) => sum + (one.parked ?? 0), 0);
     showParked(node, tube.name, number);
   });
@@ -235,16 +255,20 @@ function showTubes(tubes, backfills) {
 function beginTube(tube) {
   if (tube.none) return make("p", { className: "quiet", textContent: "There are no tubes: replicad tubes create" });
   const div = (className) => make("div", { className });
-  const toggle = make("button", { type: "button", className: "toggle" });
-  const replay = make("button", { type: "button", className: "replay", textContent: "Replay what is ticked" });
+  const button = (className, textContent = "") => make("button", { type: "button", className, textContent });
+  const [toggle, pause] = [button("toggle"), button("pause", "Pause")];
+  const [cancel, replay, drop] = [button("cancel", "Cancel backfills"), button("replay", "Replay what is ticked"), button("drop", "Drop what is ticked")];
   const result = make("p", { className: "result" });
   result.setAttribute("role", "status");
-  const heading = make("h3", {}, make("span", { className: "name" }), " ", make("span", { className: "state" }));
+  const heading = make("h3", {}, make("span", { className: "name" }), " ", make("span", { className: "state" }), " ", make("span", { className: "tables quiet" }));
   toggle.addEventListener("click", () => toggleParked(tube.name));
   replay.addEventListener("click", () => replayChosen(tube.name, result));
-  const parked = make("div", { className: "parked" }, div("entries"), replay);
-  const about = [make("p", { className: "problem bad" }), div("holder"), div("partitions"), div("backfills")];
-  return make("article", {}, heading, ...about, toggle, parked, result);
+  drop.addEventListener("click", () => dropChosen(tube.name, result));
+  pause.addEventListener("click", () => pauseOrResume(tube.name, pause.textContent === "Resume", result));
+  cancel.addEventListener("click", () => cancelBackfills(tube.name, result));
+  const parked = make("div", { className: "parked" }, div("entries"), replay, " ", drop);
+  const about = [make("p", { className: "problem" }), div("holder"), div("chart"), div("partitions"), div("backfills")];
+  return make("article", {}, heading, ...about, pause, " ", cancel, " ", toggle, parked, result);
 }
 
 const worstFirst = (rows) =>
@@ -274,18 +298,18 @@ function showParked(node, tube, number) {
   for (const one of ticked) if (!entries.some((entry) => entry.number === one)) ticked.delete(one);
   const rows = entries.map((one) => ({ ...one, tube }));
   table(node.querySelector(".entries"), PARKED, rows, (row) => row.number, "Nothing is parked.");
-  node.querySelector(".replay").disabled = ticked.size === 0;
+  for (const name of [".replay", ".drop"]) node.querySelector(name).disabled = ticked.size === 0;
 }
 
 function tick(cell, row) {
   if (cell.childElementCount > 0) return;
-  const box = make("input", { type: "checkbox", ariaLabel: `Replay ${row.number}` });
+  const box = make("input", { type: "checkbox", ariaLabel: `Choose ${row.number}` });
   box.addEventListener("change", () => {
     const ticked = chosen.get(row.tube) ?? new Set();
     chosen.set(row.tube, ticked);
     if (box.checked) ticked.add(row.number);
     else ticked.delete(row.number);
-    box.closest("article").querySelector(".replay").disabled = ticked.size === 0;
+    for (const name of [".replay", ".drop"]) box.closest("article").querySelector(name).disabled = ticked.size === 0;
   });
   cell.append(box);
 }
@@ -300,19 +324,47 @@ async function toggleParked(tube) {
   return again();
 }
 
+const chosenOf = (tube) => [...(chosen.get(tube) ?? [])].slice(0, MOST_NUMBERS);
+const entries = (numbers) => `${numbers.length} parked ${numbers.length === 1 ? "entry" : "entries"}`;
+
 async function replayChosen(tube, result) {
-  const numbers = [...(chosen.get(tube) ?? [])].slice(0, 100); // as many as one request may have
-  put($("question"), `Put ${numbers.length} parked ${numbers.length === 1 ? "entry" : "entries"} back into tube ${tube}? Workers get them again.`);
+  const numbers = chosenOf(tube);
+  const question = `Put ${entries(numbers)} back into tube ${tube}? Workers get them again.`;
+  await change(result, question, "Replay", "replay", { tube, numbers }, (done) => `${done.replayed} put back`);
+}
+
+async function dropChosen(tube, result) {
+  const numbers = chosenOf(tube);
+  const question = `Delete ${entries(numbers)} of tube ${tube}? Their ids reach no worker any more.`;
+  await change(result, question, "Delete", "drop", { tube, numbers }, (done) => `${done.dropped} deleted`);
+}
+
+async function pauseOrResume(tube, resume, result) {
+  const question = resume
+    ? `Resume tube ${tube}? Workers get its pods again.`
+    : `Pause tube ${tube}? Changes are recorded, and workers get no pods until it is resumed.`;
+  const label = resume ? "Resume it" : "Pause it";
+  await change(result, question, label, resume ? "resume" : "pause", { tube }, () => (resume ? "resumed" : "paused"));
+}
+
+async function cancelBackfills(tube, result) {
+  const question = `Cancel all backfills of tube ${tube}? Ids that are in the tube stay.`;
+  await change(result, question, "Cancel them", "cancel", { tube }, (done) => `${done.cancelled} cancelled`);
+}
+
+/** Ask whether it is meant, send it, and say what was done. */
+async function change(result, question, label, path, body, said) {
+  put($("question"), question);
+  put($("yes"), label);
   $("sure").returnValue = "no";
   $("sure").showModal();
   await happens($("sure"), "close");
   if ($("sure").returnValue !== "yes") return;
   try {
-    const body = JSON.stringify({ tube, numbers });
-    const done = await ask("replay", { method: "POST", headers: { "Content-Type": "application/json" }, body });
-    put(result, `${done.replayed} put back`);
+    const done = await ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+    put(result, said(done));
     result.className = "result good";
-    open.set(tube, await ask(`parked?tube=${encodeURIComponent(tube)}`));
+    if (open.has(body.tube)) open.set(body.tube, await ask(`parked?tube=${encodeURIComponent(body.tube)}`));
   } catch (error) {
     put(result, error.message);
     result.className = "result bad";

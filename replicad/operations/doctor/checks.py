@@ -462,9 +462,21 @@ async def _tubes(seen: Evidence) -> Iterable[Finding]:
     return found or fine(f"{counted(len(tubes), 'tube can', 'tubes can')} be served")
 
 
+async def _paused(seen: Evidence) -> Iterable[Finding]:
+    found = [
+        warning(
+            f"tube {one.name}: {one.paused}; no reader gets its pods", Remedy.make("resume_tube", tube=word(one.name))
+        )
+        for one in await seen.tubes()
+        if one.paused is not None
+    ]
+    return found or fine("no tube is paused")
+
+
 async def _readers(seen: Evidence) -> Iterable[Finding]:
     found = []
-    rows = await seen.partitions()
+    paused = {one.name for one in await seen.tubes() if one.paused is not None}
+    rows = [row for row in await seen.partitions() if row["tube"] not in paused]
     uncounted = {row["tube"] for row in rows if row["pods"] is None}
     for row in rows:
         where = f"tube {row['tube']}, partition {row['partition']}"
@@ -531,6 +543,15 @@ TUBE_CHECKS = (
         "its table is missing or cannot be read, or a trigger is missing",
         "what the sentence says",
         _tubes,
+        needs="schema",
+    ),
+    Check(
+        "paused",
+        "tubes whose pods no reader gets",
+        "one is paused",
+        None,
+        "`replicad tubes resume TUBE`",
+        _paused,
         needs="schema",
     ),
     Check(

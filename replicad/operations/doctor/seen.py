@@ -17,6 +17,7 @@ from replicad.remedies import Remedy, Who
 from replicad.streams import status
 from replicad.streams.daemons import DaemonReports
 from replicad.tubes.cli.islands import tube_states
+from replicad.tubes.pods import TubeInfo, load_tubes
 from replicad.tubes.serving.leases import LEASE_EXPIRED
 
 if TYPE_CHECKING:
@@ -128,6 +129,10 @@ class Evidence:
         """Why tubes cannot be served, or what daemons report of them, but for expired leases."""
         schemas = self.settings.tube_schema, self.settings.stream_schema
         return await self._once("tube_faults", lambda: tube_states(self.db, *schemas, without=(LEASE_EXPIRED,)))
+
+    async def tubes(self) -> Sequence[TubeInfo]:
+        """All tubes."""
+        return await self._once("tubes", lambda: load_tubes(self.db, self.settings.tube_schema))
 
     async def partitions(self) -> Sequence[Row]:
         """Every partition of every tube, as `replicad top` shows them."""

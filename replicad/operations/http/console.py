@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -21,8 +22,9 @@ from replicad.daemon.figures import StateColumns, StateView
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError, UnknownTube
 from replicad.operations.http.entry import NAMES, NO_NAME, Caller, is_address, no_such
+from replicad.operations.http.history import History
 from replicad.operations.http.wire import Answer, Refused, Request
-from replicad.operations.serving import REPLAY, STATUS
+from replicad.operations.serving import CANCEL, DROP, PAUSE, REPLAY, STATUS
 from replicad.postgres.statements import call_value, statement
 from replicad.reading import Unreadable, read_json
 from replicad.streams.daemons import DAEMON_COLUMNS
@@ -51,11 +53,34 @@ WAIT = 5.0  # seconds for Postgres
 log = structlog.get_logger()
 
 
-class Console:
-    """The pages of the console. `events`: the last ones of the process."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of a tube that a page of the console can ask for.
 
-    def __init__(self, host: Host, events: RecentEvents = RECENT) -> None:
+    `verb`: the right that it needs. `numbered`: the request names parked entries. `result`: the name of the number that
+    the SQL function returns.
+    """
+
+    verb: str
+    function: str
+    event: str
+    result: str = ""
+    numbered: bool = False
+
+
+_REPLAY = _Change(REPLAY, "tube_parked_replay", "parked_replayed", "replayed", numbered=True)
+_DROP = _Change(DROP, "tube_parked_drop", "parked_dropped", "dropped", numbered=True)
+_PAUSE = _Change(PAUSE, "tube_pause", "tube_paused")
+_RESUME = _Change(PAUSE, "tube_resume", "tube_resumed", "was_paused")
+_CANCEL = _Change(CANCEL, "tube_backfill_cancel", "backfills_cancelled", "cancelled")
+
+
+class Console:
+    """The pages of the console. `history`: what its charts show. `events`: the last ones of the process."""
+
+    def __init__(self, host: Host, history: History, events: RecentEvents = RECENT) -> None:
         self._host = host
+        self._history = history
         self._events = events
         self._began = time.time()
         self._schema = host.settings.database.tube_schema
@@ -96,21 +121,45 @@ class Console:
             {"tube": tube, "parked": [dict(row) for row in rows[:MOST_PARKED]], "more": len(rows) > MOST_PARKED}
         )
 
-    async def replay(self, request: Request, caller: Caller) -> Answer:
-        """Put parked entries back into their tube: a POST of `{"tube": NAME, "numbers": [...]}`.
+    async def history(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
+        """Lag and rate of the last hour, of each stream and tube that the caller may see. Needs the right `status`."""
+        caller.require(STATUS)
+        return Answer.json(self._history.shown(caller.lists))
 
-        Needs the right `replay` on the tube. Refuses what a page of another site may have sent.
-        """
+    async def replay(self, request: Request, caller: Caller) -> Answer:
+        """Put parked entries back into their tube: a POST of `{"tube": NAME, "numbers": [...]}`."""
+        return await self._change(request, caller, _REPLAY)
+
+    async def drop(self, request: Request, caller: Caller) -> Answer:
+        """Delete parked entries of a tube: a POST of `{"tube": NAME, "numbers": [...]}`."""
+        return await self._change(request, caller, _DROP)
+
+    async def pause(self, request: Request, caller: Caller) -> Answer:
+        """Pause a tube: a POST of `{"tube": NAME}`."""
+        return await self._change(request, caller, _PAUSE)
+
+    async def resume(self, request: Request, caller: Caller) -> Answer:
+        """Resume a paused tube: a POST of `{"tube": NAME}`."""
+        return await self._change(request, caller, _RESUME)
+
+    async def cancel(self, request: Request, caller: Caller) -> Answer:
+        """Cancel all backfills of a tube: a POST of `{"tube": NAME}`."""
+        return await self._change(request, caller, _CANCEL)
+
+    async def _change(self, request: Request, caller: Caller, change: _Change) -> Answer:
+        """Change a tube. Needs the right of the change on the tube. Refuses what another site's page may have sent."""
         require_own_page(request.headers, open_to_all=self._host.access.open_to_all)
-        caller.require_somewhere(REPLAY)  # before the body is read
-        tube, numbers = _wanted(_parsed(await request.body(BODY)))
-        caller.require_on(REPLAY, "tube", tube)
+        caller.require_somewhere(change.verb)  # before the body is read
+        tube, numbers = _wanted(_parsed(await request.body(BODY)), numbered=change.numbered)
+        caller.require_on(change.verb, "tube", tube)
+        arguments = [numbers] if change.numbered else []
         with _asking_postgres(tube):
             pool = self._host.pools.housekeeping
-            count = int(await call_value(pool, self._schema, "tube_parked_replay", tube, numbers))
+            found = await call_value(pool, self._schema, change.function, tube, *arguments)
+        done = {change.result: int(found)} if change.result else {}
         client, peer = caller.name or None, request.guest.peer
-        log.info("parked_replayed", tube=tube, numbers=numbers, replayed=count, client=client, peer=peer)
-        return Answer.json({"tube": tube, "replayed": count})
+        log.info(change.event, tube=tube, **({"numbers": numbers} if numbers else {}), **done, client=client, peer=peer)
+        return Answer.json({"tube": tube, **done})
 
 
 def is_visible(event: Recent, caller: Caller) -> bool:
@@ -153,10 +202,16 @@ def _parsed(found: bytes) -> Any:
         raise Refused(400, f"the body is no JSON that can be used: {error}") from error
 
 
-def _wanted(body: Any) -> tuple[str, list[int]]:
+def _wanted(body: Any, *, numbered: bool) -> tuple[str, list[int]]:
     match body:
-        case {"tube": str(tube), "numbers": list(numbers)} if 0 < len(numbers) <= MOST_PARKED and _are_whole(numbers):
+        case {"tube": str(tube)} if not numbered:
+            return tube, []
+        case {"tube": str(tube), "numbers": list(numbers)} if (
+            numbered and 0 < len(numbers) <= MOST_PARKED and _are_whole(numbers)
+        ):
             return tube, numbers
+    if not numbered:
+        raise Refused(400, 'send {"tube": NAME}')
     raise Refused(400, f'send {{"tube": NAME, "numbers": [...]}} with 1 to {MOST_PARKED} numbers of parked entries')
 
 

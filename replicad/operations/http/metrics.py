@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import trio
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from replicad.daemon.figures import COUNTER, GAUGE, Family, FigureQuery, Figures, Sample
+from replicad.daemon.figures import COUNTER, DELAYS, GAUGE, HISTOGRAM, Delays, Family, FigureQuery, Figures, Sample
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
 
@@ -193,9 +194,20 @@ class _Part(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family."""
-        kind = CounterMetricFamily if self._family.kind == COUNTER else GaugeMetricFamily
-        metric = kind(self._family.name, self._family.help, labels=self._family.labels)
+        name, text, labels = self._family.name, self._family.help, self._family.labels
+        if self._family.kind == HISTOGRAM:
+            histogram = HistogramMetricFamily(name, text, labels=labels)
+            for sample in self._samples:
+                assert isinstance(sample.value, Delays)
+                upto = zip((*map(str, DELAYS), "+Inf"), accumulate(sample.value.counts), strict=True)
+                histogram.add_metric(
+                    list(sample.labels), [(bound, float(number)) for bound, number in upto], sample.value.seconds
+                )
+            yield histogram
+            return
+        metric = (CounterMetricFamily if self._family.kind == COUNTER else GaugeMetricFamily)(name, text, labels=labels)
         for sample in self._samples:
+            assert isinstance(sample.value, int | float)
             metric.add_metric(list(sample.labels), sample.value)
         yield metric
 

@@ -35,6 +35,7 @@ from replicad.operations.http import wire
 from replicad.operations.http.console import FILES, Console
 from replicad.operations.http.entry import Caller, calling, refuse_controls
 from replicad.operations.http.guests import Desk, Guest
+from replicad.operations.http.history import History
 from replicad.operations.http.live import Live
 from replicad.operations.http.metrics import AGE, FAILURES, Exposition, LookIntervals, Looks
 from replicad.operations.http.streams import RowsPage
@@ -104,10 +105,11 @@ class HttpPages:
         self._started = time.time()
         self._began = trio.current_time()
         self._rows, self._live = RowsPage(host), Live(host)
+        self.history = History(self._samples, looks.refresh)
         self._routes = self._table()
 
     def _table(self) -> dict[str, Route | OpenPage]:
-        console = Console(self._host)
+        console = Console(self._host, self.history)
         return {
             "/": OpenPage(self.index),
             "/livez": OpenPage(self.livez),
@@ -117,7 +119,12 @@ class HttpPages:
             "/metrics": Route(self.metrics),
             "/events": Route(console.events),
             "/parked": Route(console.parked),
+            "/history": Route(console.history),
             "/replay": Route(console.replay, ("POST",)),
+            "/drop": Route(console.drop, ("POST",)),
+            "/pause": Route(console.pause, ("POST",)),
+            "/resume": Route(console.resume, ("POST",)),
+            "/cancel": Route(console.cancel, ("POST",)),
             **dict.fromkeys(FILES, OpenPage(console.file)),
         }
 
@@ -308,6 +315,7 @@ class HttpServer:
                 )
                 self._acceptor = acceptor
                 nursery.start_soon(keep_running, self._looks.run, "service", "figures", host.troubles)
+                nursery.start_soon(keep_running, self._pages.history.run, "service", "history", host.troubles)
                 nursery.start_soon(acceptor.accept_forever, queues)
                 task_status.started()
                 await trio.sleep_forever()

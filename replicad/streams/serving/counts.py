@@ -324,6 +324,15 @@ class Lag:
         self._drop(published)
         return max(0.0, now - self._marks[0][0]) if self._marks else 0.0
 
+    def since(self, above: int) -> float | None:
+        """When the first id above this one was seen; None if none was."""
+        found = None
+        for at, last in reversed(self._marks):  # the newest first: few are above what is being sent
+            if last <= above:
+                break
+            found = at
+        return found
+
     def held_seconds(self, now: float) -> float | None:
         """For how long the position has not moved while it is held back; None if it is not held back."""
         return max(0.0, now - self._moved_at) if self._held else None

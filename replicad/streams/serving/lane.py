@@ -107,11 +107,14 @@ class Lane:
         pace: StreamIntervals = StreamIntervals(),
         tally: Tally | None = None,
         sent: SentCounts | None = None,
+        seen_since: Callable[[int], float | None] = lambda _: None,
     ) -> None:
         """`writers_of(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`.
         `tally`: where the rows that were sent are counted for the audit; `sent`: where they are counted for figures.
+        `seen_since(id)`: when the first id above this one was seen to be given out.
         """
         self.channel = Channel(stream, positions, limits)
+        self._seen_since = seen_since
         self.epoch = epoch  # the generation that was sent to readers last
         self.linear = copier.linear
         self._stream = stream
@@ -326,7 +329,8 @@ class Lane:
                 seal_at = now + self._pace.seal
             if full and not seen.torn and not await self.channel.wait_room(size, max(0.0, ends_at - now)):
                 raise Enough
-            await self.channel.append(chunk.data)
+            above = lowest if seen.done is None else seen.done
+            await self.channel.append(chunk.data, since=self._seen_since(above))
             seen.see(chunk)
 
         def count(upto: Positions) -> None:
@@ -336,6 +340,7 @@ class Lane:
             self._tally.add(self._order, after, upto, rows, now, one=one, seconds=seconds, chunks=chunks)
 
         after, self._copied = self._copied or sent, None
+        lowest = min(after.values(), default=UNKNOWN)
         try:
             await self._copier.copy(after, target, append)
         except BaseException as error:

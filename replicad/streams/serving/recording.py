@@ -11,7 +11,9 @@ from replicad.errors import ReplicadError
 from replicad.streams.registry import Registry
 from replicad.streams.serving.intervals import StreamIntervals
 
-KIND = "changes"  # of the troubles: the stream is served, and changes of its table may be missing
+KIND = "stream"  # of the troubles of one stream: it is served, and changes of its table may be missing
+CAUSE = "recording"  # of these troubles
+TASK = "changes"  # the name of the work in troubles of the service
 MISSED = "changes_missed"
 
 
@@ -25,23 +27,25 @@ class Recording:
         self._troubles = troubles
         self._wanted = wanted
         self._pace = pace
+        self._missing: set[str] = set()  # streams whose trouble was reported
 
     async def look(self) -> None:
         """Look regularly until cancelled. What a daemon may not do, or what was missed, is a trouble of the stream."""
         while True:
-            with self._troubles.contain("service", KIND, "look"):
-                if self._wanted() or self._troubles.names(KIND):
+            with self._troubles.contain("service", TASK, "look"):
+                if self._wanted() or self._missing:
                     found = dict(await self._registry.look_after_changes())
-                    for name in self._troubles.names(KIND) - found.keys():
-                        self._troubles.forget(KIND, name)
+                    for name in self._missing - found.keys():
+                        self._troubles.end(KIND, name, CAUSE)
                     for name, reason in found.items():
-                        self._troubles.begin(KIND, name, "recording", reason, code=MISSED)
+                        self._troubles.begin(KIND, name, CAUSE, reason, code=MISSED)
+                    self._missing = set(found)
             await trio.sleep(self._pace.changes)
 
     async def send_snapshots(self) -> None:
         """Send the unfinished snapshots until cancelled, beside other processes that do it."""
         while True:
-            with self._troubles.contain("service", KIND, "snapshots"):
+            with self._troubles.contain("service", TASK, "snapshots"):
                 if self._wanted():
                     await self._send()
             await trio.sleep(self._pace.changes)

@@ -639,6 +639,7 @@ class ServedStream:
             pace=self.pace,
             tally=self.tally,
             sent=self.sent,
+            seen_since=self.lag.since,
         )
 
     def _renew(self) -> None:

@@ -20,13 +20,14 @@ from replicad.postgres.statements import write_in_pieces
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
 from replicad.streams.daemon_registry import DaemonRegistry
 from replicad.streams.daemons import DaemonReports, Row
-from replicad.streams.picture import COLUMNS, REFUSED, SERVED, STARTING, WAITING, StreamPicture, state_samples
+from replicad.streams.picture import COLUMNS, OK, REFUSED, STARTING, TROUBLED, WAITING, StreamPicture, state_samples
 from replicad.streams.queries import Impatient, count_waiting
 from replicad.streams.registry import ReaderAck, Registry, row_source
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.filters import FilterFeeds
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import REGISTRY, Publisher
+from replicad.streams.serving.recording import CAUSE as RECORDING
 from replicad.streams.serving.recording import Recording
 from replicad.streams.serving.retention import Retention
 from replicad.streams.serving.row_pages import RowPages
@@ -158,8 +159,9 @@ FAMILIES = (
 class StreamFigures:
     """`Source` for streams. `db`: the pool on which waiting rows are counted."""
 
-    def __init__(self, publisher: Publisher, catchups: Catchups, db: Database, schema: str) -> None:
+    def __init__(self, publisher: Publisher, catchups: Catchups, db: Database, schema: str, troubles: Troubles) -> None:
         self._publisher = publisher
+        self._troubles = troubles
         self._catchups = catchups
         self._db = db
         self._schema = schema
@@ -190,7 +192,7 @@ class StreamFigures:
         return StreamPicture(
             stream=stream.stream,
             state=self.state(stream),
-            problem=self._publisher.why_not_served(stream),
+            problem=self._publisher.why_not_served(stream) or self._troubles.why(KIND, stream.name),
             position=published,
             horizon=None if reading is None else reading.position,
             last_value=None if reading is None else reading.last_value,
@@ -204,7 +206,9 @@ class StreamFigures:
     def state(self, stream: ServedStream) -> str:
         """One of STATES."""
         if stream.is_served:
-            return SERVED if self._publisher.why_not_served(stream) is None else WAITING
+            if self._publisher.why_not_served(stream) is not None:
+                return WAITING
+            return OK if self._troubles.why(KIND, stream.name) is None else TROUBLED
         return STARTING if stream.obstacle is None else REFUSED
 
     def _waiting_rows(self, stream: ServedStream) -> int | None:
@@ -224,6 +228,9 @@ class StreamFigures:
             reason = self._publisher.why_not_served(stream)
             if reason is not None:
                 yield Obstacle(KIND, name, f"stream {name} is {self.state(stream)}: {reason}")
+            for trouble in self._troubles.of(KIND, name):
+                if trouble.place.cause == RECORDING:
+                    yield Obstacle(KIND, name, f"stream {name} does not have all changes: {trouble.reason}")
 
     def details(self) -> Iterable[Detail]:
         """`Source.details`."""
@@ -374,7 +381,7 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
         service = StreamService(
             publisher, acks, book, retention, host.poller, recording=recording, filters=filters, pace=pace
         )
-        host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema))
+        host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema, troubles))
         host.figures.catching_up = catchups.following
         pages = RowPages(publisher, pace)
         host.inside.pages = Pages(pages.page, pages.wait_beyond, pages.has_changes)

@@ -135,7 +135,7 @@ class Tubes:
 
     async def states(self) -> dict[str, str]:
         """`tube_states` of this database."""
-        return await tube_states(self.db, self.schema, self.stream_schema, parked=True)
+        return await tube_states(self.db, self.schema, self.stream_schema, parked=True, paused=True)
 
     async def value_with_progress(self, function: str, *args: object) -> Any:
         """As `value`; the progress that the function reports is printed on stderr."""
@@ -303,11 +303,18 @@ def with_island(found: Sequence[tuple[str | None, Sequence[Mapping[str, Any]]]])
 
 
 async def tube_states(
-    db: Database, tube_schema: str, stream_schema: str, *, without: Container[str] = (), parked: bool = False
+    db: Database,
+    tube_schema: str,
+    stream_schema: str,
+    *,
+    without: Container[str] = (),
+    parked: bool = False,
+    paused: bool = False,
 ) -> dict[str, str]:
     """The faults by tube: from the catalogs, the rights of this session, and the reports of running daemons.
 
-    Tubes that are ok are left out, and reports whose codes are in `without`. `parked`: parked ids count as a fault.
+    Tubes that are ok are left out, and reports whose codes are in `without`. `parked`, `paused`: parked
+    ids count as a fault, and so does a pause.
 
     If the reports of daemons cannot be read (no right, no such table), they are left out too.
     """
@@ -321,6 +328,9 @@ async def tube_states(
     read_only = await _read_only(db)
     for tube in await load_tubes(db, tube_schema):
         reasons[tube.name] = list(read_only)
+        if tube.paused is not None and paused:
+            remedy = Remedy.make("resume_tube", tube=word(tube.name))
+            reasons[tube.name].append(f"{tube.paused}; no reader gets its pods until `{remedy}`")
         if tube.fault is not None:
             reasons[tube.name].append(tube.fault)
     for name, reason in (await load_untouched(db, tube_schema)).items():

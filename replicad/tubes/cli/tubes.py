@@ -151,6 +151,38 @@ def drop(tube: str, yes: bool, **options: Any) -> None:
     echo(f"tube {tube} is dropped")
 
 
+@command.command("pause")
+@click.argument("tube")
+@option("--reason", metavar="TEXT", help="Why, for those who see it: up to 200 characters.")
+@island_options
+def pause(tube: str, reason: str | None, **options: Any) -> None:
+    """Give no reader the pods of TUBE until `resume`.
+
+    Changes are recorded as before, workers keep their leases and wait, and pods that a worker has are acknowledged as
+    usual, so nothing is lost. Daemons notice it within a second. The state of the tube is `paused` in all lists.
+    Readers that do not go through a daemon (SQL, `pg-tube`) are not held.
+    """
+
+    async def work(tubes: Tubes) -> None:
+        await tubes.value("tube_pause", tube, reason)
+
+    on_islands(options, work)
+    echo(f"tube {tube} is paused; it goes on with: replicad tubes resume {quote(tube)}")
+
+
+@command.command("resume")
+@click.argument("tube")
+@island_options
+def resume(tube: str, **options: Any) -> None:
+    """Give readers the pods of a paused TUBE again."""
+
+    async def work(tubes: Tubes) -> bool:
+        return bool(await tubes.value("tube_resume", tube))
+
+    paused = any(was for _, was in on_islands(options, work))
+    echo(f"tube {tube} goes on" if paused else f"tube {tube} was not paused")
+
+
 @command.command("list")
 @click.argument("table", required=False)
 @json_option

@@ -205,6 +205,7 @@ class KnownTubes:
         before, self.tubes = self.tubes, found
         for name in before.keys() - found.keys():
             self._unwatch(name)
+            self._waiters.pause(name, paused=False)
         troubled = {trouble.place.name for trouble in self._troubles.current() if trouble.place.kind == TUBE}
         for name in troubled - found.keys():
             self._troubles.forget(TUBE, name)
@@ -226,6 +227,7 @@ class KnownTubes:
             self._troubles.end(TUBE, info.name, "table")
         else:
             self._troubles.begin(TUBE, info.name, "table", info.fault, code=TubeRefused.code)
+        self._waiters.pause(info.name, paused=info.paused is not None)
         if before is not None and info.fault != before.fault:
             self._wake(info.name)
         elif before is not None and info.partitions != before.partitions:

@@ -330,7 +330,10 @@ class PodReads:
         return self._waiters.take_end(command.tube, command.part, command.term, command.after)
 
     async def _plan(self, command: Pods) -> Planned:
+        """The plan. Of a paused tube it has no pods; a range that was planned before the pause is read to its end."""
         tube, part, term, after = command.tube, command.part, command.term, command.after
+        if self._waiters.is_paused(tube):
+            return Planned(CursorAt(tube, part, after, 0))
         limit = min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT)
         position = await self._waiters.position(tube)
         # read without a pause after the position, so that both are of one generation

@@ -32,9 +32,11 @@ from replicad.tubes.commands import COMMANDS
 from replicad.tubes.history import HistoryBook
 from replicad.tubes.leases import LeaseBook, LeaseView
 from replicad.tubes.picture import (
+    OK,
     PARTITION_COLUMNS,
+    PAUSED,
     REFUSED,
-    SERVED,
+    TROUBLED,
     TUBE_COLUMNS,
     PartitionPicture,
     TubePicture,
@@ -47,6 +49,7 @@ from replicad.tubes.serving.waiting import ClaimWaiters, PodWaiters, Readiness, 
 from replicad.tubes.untouched import TriggerLooks
 
 CHECK_SHARE = 50  # comparing the rows of all triggers may take a 50th of the time: with thousands of tables it is slow
+MOST_TABLES = 10  # of one tube that are named
 FEW = 5000  # pods of a tube that are counted in one pass over its table
 COUNTED = ("pods", "age_s", "backfill_pods", "backfill_age_s", "parked")  # by a look at the tables
 FAMILIES = (*TUBE_COLUMNS.families, *PARTITION_COLUMNS.families)
@@ -60,6 +63,7 @@ class TubeFigures:
         self._db = db
         self._schema = schema
         self._seen: dict[tuple[str, int], Mapping[str, float]] = {}  # of the last look, by tube and partition
+        self._tables: dict[str, tuple[str, ...]] = {}  # of the last look, by tube
 
     @property
     def families(self) -> Sequence[Family]:
@@ -77,12 +81,16 @@ class TubeFigures:
         """The pictures of all tubes, from memory."""
         leases = _by_tube(self._served.seen_leases)
         for name, info in list(self._served.tubes.items()):
-            fault, reading = self._served.fault(name), self._served.readings.get(name)
+            reading = self._served.readings.get(name)
+            state, problem = self._served.state(info)
             of_tube = leases.get(name, ())
             yield TubePicture(
                 name=name,
-                state=SERVED if fault is None else REFUSED,
-                problem=fault,
+                state=state,
+                problem=problem,
+                paused_at=info.paused_at,
+                tables=self._tables.get(name, ()),
+                delays=self._served.delays.get(name),
                 held_by=None if reading is None else reading.held_by,
                 waiting=self._served.waiting(name),
                 partitions=tuple(
@@ -122,7 +130,17 @@ class TubeFigures:
 
     def looks(self) -> Sequence[FigureQuery]:
         """`Source.looks`."""
-        return (FigureQuery("tubes", self._look, self._seen.clear),) if self._served.tubes else ()
+        if not self._served.tubes:
+            return ()
+        return FigureQuery("tubes", self._look, self._seen.clear), FigureQuery(
+            "tables", self._name_tables, self._tables.clear
+        )
+
+    async def _name_tables(self) -> None:
+        """Read the names of the attached tables, at most MOST_TABLES of each tube."""
+        found = await self._db.fetch(statement("tube_figures_tables", self._schema), MOST_TABLES)
+        self._tables.clear()
+        self._tables.update({row["tube"]: tuple(row["tables"]) for row in found})
 
     async def _look(self) -> None:
         """Read how many pods wait in all tubes: with one statement, and another for tubes with many pods."""
@@ -199,6 +217,7 @@ class TubeService:
         pace: TubeIntervals = TubeIntervals(),
     ) -> None:
         self.leases = books.leases
+        self.delays = books.pods.delays  # by tube
         self.seen_leases: Sequence[LeaseView] = ()  # at the last look, which is made every second
         self._pace = pace
         self._untouched = books.untouched
@@ -255,6 +274,15 @@ class TubeService:
     def fault(self, tube: str) -> str | None:
         """Why a tube cannot be served; None if it can."""
         return self._known.fault(tube)
+
+    def state(self, info: TubeInfo) -> tuple[str, str | None]:
+        """The state of a tube, one of STATES, and the sentence to it."""
+        fault, why = self.fault(info.name), self._troubles.why(TUBE, info.name)
+        if fault is not None:
+            return REFUSED, fault
+        if info.paused is not None:
+            return PAUSED, " Also: ".join([info.paused, *([why] if why else [])])
+        return (OK, None) if why is None else (TROUBLED, why)
 
     def waiting(self, tube: str) -> int:
         """How many requests wait for pods of the tube."""

@@ -189,6 +189,20 @@ class PodWaiters:
         self._stood_at: dict[str, float] = {}  # when the position of a tube moved last
         self._looking_early: set[str] = set()  # tubes for which `_look_early` runs
         self._ends: dict[str, dict[Part, _End]] = {}  # by tube
+        self._paused: set[str] = set()  # tubes whose pods no reader gets now
+
+    def pause(self, tube: str, *, paused: bool) -> None:
+        """Wake no request for pods of the tube while it is paused; wake all at the end of the pause. Safe to repeat."""
+        if paused:
+            self._paused.add(tube)
+        elif tube in self._paused:
+            self._paused.remove(tube)
+            self._moved.set()
+            self.wake(tube)
+
+    def is_paused(self, tube: str) -> bool:
+        """Whether no reader gets pods of the tube now."""
+        return tube in self._paused
 
     def note_position(self, tube: str, position: int, last_value: int | None = None) -> None:
         """Take a tube's position from the poller, and the last seq that was given out."""
@@ -292,11 +306,11 @@ class PodWaiters:
                 self._moved = trio.Event()
                 awaited = {waiter.tube for waiter in self._waiting}
                 for tube in {waiter.tube for waiter in self._waiting if waiter.early is not None}:
-                    if tube in self._last_values and tube not in self._looking_early:
+                    if tube in self._last_values and tube not in self._looking_early | self._paused:
                         self._looking_early.add(tube)
                         nursery.start_soon(self._look_early, tube)
                 for tube, position in self._positions.items():
-                    if tube in self._looking or not self._has_moved(tube, position):
+                    if tube in self._looking or tube in self._paused or not self._has_moved(tube, position):
                         continue
                     if tube not in awaited:
                         self._seen[tube] = position
@@ -326,8 +340,10 @@ class PodWaiters:
         """
         pause, before = EARLY_FIRST, None
         try:
-            while tube in self._last_values and any(
-                one.tube == tube and one.early is not None for one in self._waiting
+            while (
+                tube in self._last_values
+                and tube not in self._paused
+                and any(one.tube == tube and one.early is not None for one in self._waiting)
             ):
                 last_value = self._last_values[tube]
                 pause = EARLY_FIRST if last_value != before else min(pause * EARLY_GROWTH, EARLY_LONGEST)

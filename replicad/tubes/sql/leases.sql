@@ -158,30 +158,32 @@ END
 $$;
 
 -- tube_ack(tube, partitions, partition, term, seqs): deletes pods that the downstream has, if they belong to the
--- partition, and returns how many. Fewer than given: some were deleted before or belong to another partition.
+-- partition, and returns how many, and how old they were, as tube_ages_sql counts it. Fewer than given: some were deleted before or belong to another partition.
 -- The number of partitions is that under which the pods were read. The lease guarantees that no other worker has them.
 -- Raises RT002, RT005. Locks the lease's row, writes the tube.
-CREATE OR REPLACE FUNCTION tube_ack(tube text, partitions integer, partition integer, term bigint, seqs bigint[])
-RETURNS bigint
+CREATE OR REPLACE FUNCTION tube_ack(
+    tube text, partitions integer, partition integer, term bigint, seqs bigint[],
+    OUT pods bigint, OUT ages bigint[], OUT seconds float8
+)
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     PERFORM tube_check_partition(partitions, partition);
     PERFORM tube_lease_hold(tube, partitions, partition, term);
-    RETURN tube_remove(tube, partitions, partition, seqs);
+    SELECT * INTO pods, ages, seconds FROM tube_remove(tube, partitions, partition, seqs);
 END
 $$;
 
 -- tube_ack_all(tube, partitions, partitions_of, terms, seqs, numbers): as tube_ack, for several readers at once: partitions_of
 -- and terms have their partitions and terms, numbers says for each seq whose it is, counted from 1. Returns how many pods of
--- each reader were deleted. Raises RT002, RT005: then nothing was removed. Locks the leases' rows, by partition, and writes the tube.
+-- each reader were deleted, and how old all of them were. Raises RT002, RT005: then nothing was removed. Locks the leases' rows, by partition, and writes the tube.
 CREATE OR REPLACE FUNCTION tube_ack_all(
-    tube text, partitions integer, partitions_of integer[], terms bigint[], seqs bigint[], numbers integer[]
-) RETURNS bigint[]
+    tube text, partitions integer, partitions_of integer[], terms bigint[], seqs bigint[], numbers integer[],
+    OUT pods bigint[], OUT ages bigint[], OUT seconds float8
+)
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     valid text := tube_generation_valid();
     held bigint[];
-    removed bigint[];
     shards integer[];
 BEGIN
     SELECT array_agg(l.n) INTO held FROM (
@@ -196,13 +198,13 @@ BEGIN
         END IF;
     END LOOP;
     EXECUTE format('WITH gone AS (DELETE FROM %I AS pod USING unnest($1, $2) AS asked (seq, n)'
-        ' WHERE pod.seq = asked.seq AND (pod.shard %% %s) = ($3)[asked.n] RETURNING asked.n, pod.shard),'
+        ' WHERE pod.seq = asked.seq AND (pod.shard %% %s) = ($3)[asked.n] RETURNING asked.n, pod.shard, %s),'
         ' counted AS (SELECT gone.n, count(*) AS pods FROM gone GROUP BY gone.n)'
-        ' SELECT array_agg(coalesce(counted.pods, 0) ORDER BY each.n), (SELECT array_agg(DISTINCT gone.shard) FROM gone)'
-        ' FROM generate_series(1, cardinality($3)) AS each (n) LEFT JOIN counted ON counted.n = each.n', tube, partitions)
-        INTO removed, shards USING seqs, numbers, partitions_of;
+        ' SELECT array_agg(coalesce(counted.pods, 0) ORDER BY each.n), (SELECT array_agg(DISTINCT gone.shard) FROM gone), %s'
+        ' FROM generate_series(1, cardinality($3)) AS each (n) LEFT JOIN counted ON counted.n = each.n',
+        tube, partitions, tube_age_sql('pod'), tube_ages_sql())
+        INTO pods, shards, ages, seconds USING seqs, numbers, partitions_of;
     PERFORM tube_shards_note(tube, shards);
-    RETURN removed;
 END
 $$;
 
@@ -210,34 +212,35 @@ $$;
 -- same for all regular pods with after_regular < seq <= upto_regular and all backfill pods in their range.
 CREATE OR REPLACE FUNCTION tube_ack_upto(
     tube text, partitions integer, partition integer, term bigint,
-    after_regular bigint, after_backfill bigint, upto_regular bigint, upto_backfill bigint
-) RETURNS bigint
+    after_regular bigint, after_backfill bigint, upto_regular bigint, upto_backfill bigint,
+    OUT pods bigint, OUT ages bigint[], OUT seconds float8
+)
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     PERFORM tube_check_partition(partitions, partition);
     PERFORM tube_lease_hold(tube, partitions, partition, term);
-    RETURN tube_remove_range(tube, partitions, partition, false, after_regular, upto_regular)
-        + tube_remove_range(tube, partitions, partition, true, after_backfill, upto_backfill);
+    SELECT * INTO pods, ages, seconds FROM tube_remove_range(tube, partitions, partition, false, after_regular, upto_regular);
+    pods := pods + (tube_remove_range(tube, partitions, partition, true, after_backfill, upto_backfill)).pods;
 END
 $$;
 
 -- tube_remove_range(tube, partitions, partition, backfill, after, upto): deletes a partition's pods of one priority
--- with after < seq <= upto, without any check; returns how many. Writes the tube and tube_shard.
+-- with after < seq <= upto, without any check; returns how many, and how old, as tube_ages_sql counts it (NULL: the range
+-- is empty). Writes the tube and tube_shard.
 CREATE OR REPLACE FUNCTION tube_remove_range(
-    tube text, partitions integer, partition integer, backfill boolean, after bigint, upto bigint
-) RETURNS bigint
+    tube text, partitions integer, partition integer, backfill boolean, after bigint, upto bigint,
+    OUT pods bigint, OUT ages bigint[], OUT seconds float8
+)
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    removed bigint := 0;
     shards integer[];
 BEGIN
+    pods := 0;
     IF after < upto THEN
-        EXECUTE tube_removal_sql(format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s'
-            ' AND seq > %s AND seq <= %s AND %s',
-            tube, partitions, partition, backfill::integer,
-            greatest(after, tube_low_of(tube, partitions, partition, backfill, upto)), upto, tube_served_sql())) INTO removed, shards;
+        EXECUTE tube_removal_sql(tube, format('(shard %% %s) = %s AND (op = ''B'')::integer = %s'
+            ' AND seq > %s AND seq <= %s AND %s', partitions, partition, backfill::integer,
+            greatest(after, tube_low_of(tube, partitions, partition, backfill, upto)), upto, tube_served_sql())) INTO pods, shards, ages, seconds;
         PERFORM tube_shards_note(tube, shards);
     END IF;
-    RETURN removed;
 END
 $$;

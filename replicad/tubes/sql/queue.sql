@@ -205,27 +205,71 @@ END
 $$;
 COMMENT ON FUNCTION tube_ensure_absent(text) IS 'Detaches all tables of a tube and drops it';
 
--- tube_removal_sql(deletion): the statement that runs a DELETE of pods and returns how many there were, and their shards.
--- Writes nothing itself.
-CREATE OR REPLACE FUNCTION tube_removal_sql(deletion text) RETURNS text
+-- tube_pause(tube, reason): daemons give pods of the tube to no reader until tube_resume, whatever is in it. Touches are
+-- recorded, leases stay, and pods that a reader has can be acked. Daemons notice it within a second. A tube that is paused
+-- keeps its first time, and gets the new reason. Raises RT001. Writes tube_registry.
+CREATE OR REPLACE FUNCTION tube_pause(tube text, reason text = NULL) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_keep(tube);
+    UPDATE tube_registry r SET paused_at = coalesce(r.paused_at, clock_timestamp()), paused_why = left(nullif(reason, ''), 200)
+        WHERE r.tube = tube_pause.tube;
+END
+$$;
+COMMENT ON FUNCTION tube_pause(text, text) IS 'Gives no reader the pods of a tube until tube_resume()';
+
+-- tube_resume(tube): ends tube_pause; returns whether the tube was paused. Raises RT001. Writes tube_registry.
+CREATE OR REPLACE FUNCTION tube_resume(tube text) RETURNS boolean
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_keep(tube);
+    UPDATE tube_registry r SET paused_at = NULL, paused_why = NULL WHERE r.tube = tube_resume.tube AND r.paused_at IS NOT NULL;
+    RETURN FOUND;
+END
+$$;
+COMMENT ON FUNCTION tube_resume(text) IS 'Gives readers the pods of a paused tube again';
+
+-- tube_age_sql(pod): the expression for the age of a pod in seconds; NULL for pods of backfills. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_age_sql(pod text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
-    SELECT format('WITH gone AS (%s RETURNING shard)'
-        ' SELECT coalesce(sum(counted.pods), 0)::bigint, array_agg(counted.shard)'
-        ' FROM (SELECT gone.shard, count(*) AS pods FROM gone GROUP BY gone.shard) AS counted', deletion)
+    SELECT format('CASE WHEN %1$s.op <> ''B'' THEN'
+        ' greatest(extract(epoch FROM clock_timestamp() - %1$s.ts)::float8, 0) END AS age', pod)
+$$;
+
+-- tube_ages_sql(): two columns of a statement about pods in `gone`: how many were how old, and the sum of their ages. They are
+-- counted in ranges that begin with 0, 5 ms, 10 ms and so on (`DELAYS` in daemon/figures.py). Writes nothing.
+CREATE OR REPLACE FUNCTION tube_ages_sql() RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT $sql$(
+        SELECT array_agg(counted.pods ORDER BY counted.bucket) FROM (
+            SELECT b.bucket, count(g.age) AS pods
+            FROM generate_series(0, 15) AS b (bucket)
+            LEFT JOIN gone AS g ON b.bucket
+                = width_bucket(g.age, '{0.005,0.01,0.025,0.05,0.1,0.25,0.5,1,2.5,5,10,30,60,300,3600}'::float8[])
+            GROUP BY 1) AS counted), (SELECT coalesce(sum(g.age), 0) FROM gone AS g)$sql$
+$$;
+
+-- tube_removal_sql(tube, condition): the statement that deletes pods and returns how many there were, their shards, and
+-- their ages as tube_ages_sql. Writes nothing itself.
+CREATE OR REPLACE FUNCTION tube_removal_sql(tube text, condition text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT format('WITH gone AS (DELETE FROM %I AS pod WHERE %s RETURNING pod.shard, %s)'
+        ' SELECT (SELECT count(*) FROM gone), (SELECT array_agg(DISTINCT gone.shard) FROM gone), %s',
+        tube, condition, tube_age_sql('pod'), tube_ages_sql())
 $$;
 
 -- tube_remove(tube, partitions, partition, seqs): deletes the pods that belong to the partition, without any check; returns
--- how many. Writes the tube and tube_shard.
-CREATE OR REPLACE FUNCTION tube_remove(tube text, partitions integer, partition integer, seqs bigint[]) RETURNS bigint
+-- how many, and their ages as tube_ages_sql counts them. Writes the tube and tube_shard.
+CREATE OR REPLACE FUNCTION tube_remove(
+    tube text, partitions integer, partition integer, seqs bigint[],
+    OUT pods bigint, OUT ages bigint[], OUT seconds float8
+)
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    removed bigint;
     shards integer[];
 BEGIN
-    EXECUTE tube_removal_sql(format('DELETE FROM %I WHERE seq = ANY ($1) AND (shard %% %s) = %s',
-        tube, partitions, partition)) INTO removed, shards USING seqs;
+    EXECUTE tube_removal_sql(tube, format('seq = ANY ($1) AND (shard %% %s) = %s', partitions, partition)) INTO pods, shards, ages, seconds USING seqs;
     PERFORM tube_shards_note(tube, shards);
-    RETURN removed;
 END
 $$;
 
@@ -239,7 +283,7 @@ BEGIN
     PERFORM tube_check_partition(partitions, partition);
     PERFORM FROM tube_registry r WHERE r.tube = tube_pods_delete.tube FOR SHARE;
     PERFORM tube_check_partitions(tube, partitions);
-    RETURN tube_remove(tube, partitions, partition, seqs);
+    RETURN (tube_remove(tube, partitions, partition, seqs)).pods;
 END
 $$;
 COMMENT ON FUNCTION tube_pods_delete(text, integer, integer, bigint[]) IS 'Deletes pods of a partition';

@@ -1,7 +1,7 @@
 -- The tables of all tubes. Each tube has a table of pods besides, which queue.sql makes.
 
 -- tube_seq: numbers the pods of all tubes of this schema. Positions depend on CACHE 1; never change it.
--- tube_registry: one row per tube. Written by tube_ensure_exists and tube_ensure_absent. Functions that change leases,
+-- tube_registry: one row per tube. Written by tube_ensure_exists, tube_ensure_absent, tube_pause and tube_resume. Functions that change leases,
 -- attachments or the number of partitions of a tube lock its row first.
 CREATE SEQUENCE IF NOT EXISTS tube_seq;
 COMMENT ON SEQUENCE tube_seq IS 'replicad: seq of the pods of all tubes; must keep CACHE 1';
@@ -13,7 +13,9 @@ CREATE TABLE IF NOT EXISTS tube_registry (
     path name[] NOT NULL,                     -- schemas in which names of the predicate are looked up
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     on_fork text NOT NULL DEFAULT 'report' CHECK (on_fork IN ('report', 'backfill')),  -- see tube_on_fork
-    keys text NOT NULL DEFAULT 'bigint' CHECK (keys IN ('bigint', 'text'))  -- the kind of keys: see keys.sql
+    keys text NOT NULL DEFAULT 'bigint' CHECK (keys IN ('bigint', 'text')),  -- the kind of keys: see keys.sql
+    paused_at timestamptz,                    -- since when daemons give its pods to no reader; NULL: they do
+    paused_why text                           -- the reason that was given with it
 );
 COMMENT ON TABLE tube_registry IS 'replicad: the tubes; use tube_ensure_exists() and tube_ensure_absent()';
 

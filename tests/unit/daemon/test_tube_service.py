@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from replicad.daemon.figures import Delays
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, LeaseHeld, LeaseLost, StreamRefused
 from replicad.positions.horizon import LockSource, Reading
@@ -53,6 +54,7 @@ class MemoryBooks:
     notes: list[tuple[str, dict[str, int]]] = field(default_factory=list)
     reported: list[tuple[str, str, int]] = field(default_factory=list)
     few: bool = False  # pods are few and small, so that they come with the plan
+    delays: dict[str, Delays] = field(default_factory=dict)
 
     async def _answer(self, what: str) -> None:
         await trio.lowlevel.checkpoint()

@@ -11,6 +11,9 @@ SELECT
     s.oid::bigint AS sequence_oid,
     (extract(epoch FROM r.created_at) * 1000000)::bigint AS made,
     r.keys,
+    CASE WHEN r.paused_at IS NOT NULL THEN format('paused since %s UTC%s',
+        to_char(r.paused_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS'), ': ' || r.paused_why) END AS paused,
+    extract(epoch FROM r.paused_at)::float8 AS paused_at,
     CASE
         WHEN c.oid IS NULL THEN format(
             'its table %1$I.%2$I is missing: it was dropped, renamed or moved. Restore it, or create an empty one: '
@@ -115,6 +118,20 @@ SELECT p.tube AS name, p.shard % r.partitions AS partition, count(*) AS pods
 FROM (SELECT x.tube, x.shard FROM {schema}.tube_parked AS x LIMIT 100000) AS p
 JOIN {schema}.tube_registry AS r USING (tube)
 GROUP BY 1, 2
+
+-- name: tube_figures_tables
+-- The attached tables of each tube by name, at most $1 of a tube, partitions left out. For the console.
+SELECT a.tube, array_agg(a.name ORDER BY a.name) AS tables
+FROM (
+    SELECT x.tube, format('%I.%I', n.nspname, c.relname) AS name,
+        row_number() OVER (PARTITION BY x.tube ORDER BY n.nspname, c.relname) AS number
+    FROM {schema}.tube_attachment AS x
+    JOIN pg_class AS c ON c.oid = x.tbl
+    JOIN pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE x.tbl = x.root
+) AS a
+WHERE a.number <= $1::integer
+GROUP BY 1
 
 -- name: tube_blockers
 -- The transactions that keep the backend with pid $1 from a lock, at most three, each as a text.

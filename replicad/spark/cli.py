@@ -200,6 +200,48 @@ def verify(*, config: Path, database: str | None, sample: str, wait: str, repair
     comparing.raise_if_different(reports)
 
 
+@command.command(
+    "compact",
+    cls=ReplicadCommand,
+    epilog="""\b
+Example:
+  replicad pipeline compact shop.toml""",
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@option("--database", metavar="URL", help="Postgres that has the rows; overrides CONFIG. Also REPLICAD_DATABASE.")
+def compact(*, config: Path, database: str | None) -> None:
+    """Compact the Delta tables of a pipeline, and remove old files.
+
+    CONFIG is the file of the pipeline, which may run meanwhile: it does the same by itself, when it is due. Files that
+    were replaced stay for `keep`. With mode = "changes" all changes but those of the last minute go into the base,
+    which takes a minute and more.
+    """
+    settings = read_settings(DatabaseSettings, {"database": database})
+
+    from replicad.spark.local import LOCAL, check_packages, engine_of
+
+    check_packages()
+    from replicad.spark import verify as comparing
+    from replicad.spark.local.file import load_local
+    from replicad.spark.pipeline_file import load_config
+    from replicad.spark.sinks.delta import DeltaSink
+    from replicad.spark.sinks.delta_upkeep import compact as compact_table
+
+    if engine_of(config) == LOCAL:
+        loaded = load_local(config, database=settings.database)
+    else:
+        loaded = comparing.as_local(replace(load_config(config, database=settings.database), transform=None))
+    found = False
+    for work in comparing.works_of(replace(loaded, tube_schema=settings.tube_schema)):
+        if isinstance(work.sink, DeltaSink):
+            found = True
+            done = compact_table(work.sink, work.shape)
+            text = ", ".join(f"{what}: {number}" for what, number in done.items()) or "nothing to do"
+            echo(f"{work.sink.uri}: {text}")
+    if not found:
+        raise UsageError(f"{config} has no downstream of kind delta")
+
+
 def summary(result: PipelineResult) -> str:
     """The counts of a run, in one sentence."""
     text = (

@@ -45,6 +45,8 @@ from replicad.spark.preflight import Attachments, Watch, check_downstream, wait_
 from replicad.spark.reports import BatchReport, PipelineResult, Reporter
 from replicad.spark.session import build_session, check_pyspark, quiet_callbacks, refuse_connect
 from replicad.spark.sinks.base import Shape
+from replicad.spark.sinks.delta import DeltaSink
+from replicad.spark.sinks.delta_upkeep import UpkeepThread
 from replicad.spark.tables import FOLLOW, IGNORE, STOP, Known, WantedColumns, find_layout
 
 if TYPE_CHECKING:
@@ -377,6 +379,7 @@ class _Run:
         runner.suspects = suspects
         runner.term = lambda: lease_term(self._config, self._opened(), self._holder)
         query = start_query(self._config, self._spark, runner, self._opened(), holder=self._holder)
+        upkeep = self._start_upkeep()
         try:
             while not query.awaitTermination(_LOOK):
                 self._attachments.look()
@@ -393,6 +396,7 @@ class _Run:
             raise found from error
         finally:
             _stop(query)
+            upkeep.stop()
             self._reporter.close()
             self._result = runner.result
         if not runner.busy:
@@ -400,6 +404,13 @@ class _Run:
         if self._config.trigger == AVAILABLE_NOW:
             runner.unmark()
         return self._result
+
+    def _start_upkeep(self) -> UpkeepThread:
+        """Keep a Delta table small, beside the batches."""
+        upkeep = UpkeepThread(lambda: [] if self._shape is None else [(self._config.sink, self._shape)])
+        if isinstance(self._config.sink, DeltaSink):
+            upkeep.start()
+        return upkeep
 
     def _opened(self) -> Checkpoint:
         assert self._checkpoint is not None

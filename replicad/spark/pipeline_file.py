@@ -19,6 +19,7 @@ from replicad.config.declaring import (
     Key,
     ValueKind,
     load_object,
+    one_of,
     read_table,
     read_toml,
     refuse,
@@ -33,7 +34,9 @@ from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, ENRICH, I
 from replicad.spark.sinks.base import Sink
 from replicad.spark.sinks.bulk import AS_TEXT, OBJECT, BulkSink
 from replicad.spark.sinks.custom import CustomSink
-from replicad.spark.sinks.delta import DeltaSink
+from replicad.spark.sinks.delta import BASE_ROWS_PER_FILE, MODES, ROWS, DeltaSink
+from replicad.spark.sinks.delta import KEEP as DELTA_KEEP
+from replicad.spark.sinks.delta import ROWS_PER_FILE as DELTA_ROWS_PER_FILE
 from replicad.spark.sinks.parquet import KEEP, ROWS_PER_FILE, ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
 from replicad.spark.tables import FOLLOW, TableRule
@@ -63,6 +66,15 @@ DOWNSTREAMS: dict[str, tuple[Key, ...]] = {
     "delta": (
         Key("uri", TEXT, None, "a path, or s3://, gs://, ...", required=True),
         Key("storage", TABLE_OF_TEXTS, {}, "storage options of deltalake"),
+        Key("mode", one_of(*MODES), ROWS, "; ".join(f"`{name}`: {what}" for name, what in MODES.items())),
+        Key(
+            "rows_per_file",
+            WHOLE,
+            None,
+            f"in the order of the key; default: {DELTA_ROWS_PER_FILE:,}, with changes {BASE_ROWS_PER_FILE:,}",
+            minimum=1,
+        ),
+        Key("keep", SECONDS, DELTA_KEEP, "how long replaced files stay, for readers that have begun"),
     ),
     "bulk": (
         Key("url", TEXT, None, "of Elasticsearch or OpenSearch, perhaps with user and password", required=True),

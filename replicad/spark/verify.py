@@ -137,16 +137,10 @@ def verify(
         DatabaseError, DownstreamError: one side cannot be used.
     """
     keys = _keys_of(config)
-    if config.tables is None:
-        tables: list[TubeTable | None] = [None]
-    else:
-        tables = [
-            table for table in tables_of(config).values() if table.attached and config.tables.chooses(table.plain)
-        ]
     reports: list[TableReport] = []
     done: list[_Comparison] = []
     for name in config.downstreams:
-        for table in tables:
+        for table in _chosen_tables(config):
             work = make_work(config, name, table, keys, prepare=False)
             for shard in _shards(config, work.enricher.layout, table):
                 title = work.name if table is not None else _table_of(work.enricher.layout, shard)
@@ -158,6 +152,21 @@ def verify(
     for checked in done if repair else ():  # not before: what is touched is in flight for the other downstreams
         checked.repair()
     return reports
+
+
+def works_of(config: LocalConfig) -> Iterator[TableWork]:
+    """Every table of every downstream, to be looked at and not changed."""
+    keys = _keys_of(config)
+    for name in config.downstreams:
+        for table in _chosen_tables(config):
+            yield make_work(config, name, table, keys, prepare=False)
+
+
+def _chosen_tables(config: LocalConfig) -> list[TubeTable | None]:
+    if config.tables is None:
+        return [None]
+    chosen = config.tables.chooses
+    return [table for table in tables_of(config).values() if table.attached and chosen(table.plain)]
 
 
 def _keys_of(config: LocalConfig) -> str:

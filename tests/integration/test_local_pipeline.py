@@ -15,6 +15,7 @@ import trio
 
 from replicad.errors import UsageError
 from replicad.postgres.bridge import Database
+from replicad.spark.lake import Lake
 from replicad.spark.local.config import LocalConfig
 from replicad.spark.local.engine import run_local
 from replicad.spark.local.file import load_local
@@ -321,3 +322,31 @@ async def test_a_table_that_is_dropped_behind_its_backfill_stops_no_other(shop: 
             while await database.fetch_value("SELECT count(*) FROM tube.shop"):
                 await trio.sleep(0.05)
     assert psql(shop.target, "SELECT count(*) FROM film_actor") == "50", "no row downstream is taken for deleted"
+
+
+async def test_a_lake_of_changes_follows_and_is_compacted_beside_the_pipeline(
+    database: Database, database_url: str, target_url: str, daemon: Daemon, tmp_path: Path
+) -> None:
+    psql(database_url, SHOP)
+    more = '[downstream.lake]\nkind = "delta"\nuri = "lake/{schema}.{table}"\nmode = "changes"'
+    shop = shop_of(database_url, target_url, daemon, tmp_path, more)
+    folder = tmp_path / "lake" / "public.customer"
+
+    def is_followed(statement: str, expected: list[tuple[int, str]]) -> Callable[[], bool]:
+        psql(shop.source, statement)
+
+        def holds() -> bool:
+            if not (folder / "_delta_log").exists():
+                return False
+            rows = Lake(str(folder)).arrow().sort_by("id").to_pylist()
+            return [(row["id"], row["name"]) for row in rows[-2:]] == expected
+
+        return holds
+
+    async with running(shop.config):
+        await eventually(is_followed("UPDATE customer SET name = 'new' WHERE id = 299", [(299, "new"), (300, "c300")]))
+        await eventually(is_followed("DELETE FROM customer WHERE id = 300", [(298, "c298"), (299, "new")]))
+        done = await replicad_async("pipeline", "compact", str(tmp_path / "shop.toml"))
+        assert done.returncode == 0, done.stderr
+        assert f"{folder}: " in done.stdout
+        await eventually(is_followed("DELETE FROM customer WHERE id = 298", [(297, "c297"), (299, "new")]))

@@ -19,7 +19,7 @@ from index_server import IndexServer
 from replicad.errors import DownstreamError, DownstreamUnavailable, ReplicadError, RowRefused, UsageError
 from replicad.spark.database import connection, forget, with_time_outs
 from replicad.spark.enrich import EnrichedRows
-from replicad.spark.sinks import parquet
+from replicad.spark.sinks import delta, parquet
 from replicad.spark.sinks.base import Applied, BatchId, Shape
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
@@ -527,6 +527,13 @@ def delta_rows(uri: Path) -> dict[tuple[int, int], str]:
     return held(pa.table(deltalake.DeltaTable(str(uri)).to_pyarrow_table()).to_pylist())
 
 
+@pytest.fixture(params=[False, True], ids=["in the driver", "in tasks"])
+def _staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes stay in memory, or are staged in a file for the driver, as tasks of Spark do."""
+    monkeypatch.setattr(delta, "_in_task", lambda: request.param)
+
+
+@pytest.mark.usefixtures("_staged")
 def test_a_delta_table_takes_a_batch_once_and_whole(tmp_path: Path) -> None:
     sink = DeltaSink(str(tmp_path / "t"))
     sink.prepare(SHAPE)
@@ -541,7 +548,7 @@ def test_a_delta_table_takes_a_batch_once_and_whole(tmp_path: Path) -> None:
     assert sink.commit(BatchId("q", 1), late[:0]) == 0
     assert delta_rows(tmp_path / "t") == {(0, 1): "A", (1, 1): "a", (1, 2): "b"}
     assert sink.stale_ids(SHAPE, 1, 7, 10).to_pylist() == [1, 2]
-    assert list((tmp_path / "t" / "_replicad" / "q").iterdir()) == []
+    assert list((tmp_path / "t").glob("_replicad/q/*")) == []
     with pytest.raises(UsageError, match="other columns"):
         sink.prepare(Shape(pa.schema([*SHAPE.schema, ("more", pa.string())]), "id"))
 
@@ -556,7 +563,10 @@ def test_a_zombies_commit_of_a_delta_batch_changes_nothing(tmp_path: Path) -> No
     assert delta_rows(tmp_path / "t") == {(1, 1): "successor"}
 
 
-def test_a_delta_table_that_cannot_be_written_is_an_outage_and_one_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_a_delta_table_that_cannot_be_written_is_an_outage_and_one_that_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "_in_task", lambda: True)
     assert DeltaSink(f"file://{tmp_path}/t").uri == str(tmp_path / "t")
     assert DeltaSink("s3a://bucket/t").uri == "s3://bucket/t"
     with pytest.raises(UsageError, match=r"nothing://x/y: .*; give a path, s3://"):

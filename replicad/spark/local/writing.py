@@ -54,7 +54,8 @@ from replicad.spark.options import endpoint_of
 from replicad.spark.parking import RefusedIds, pods_with, search
 from replicad.spark.pipeline_config import AVAILABLE_NOW
 from replicad.spark.reports import BatchReport, PipelineResult, Reporter
-from replicad.spark.sinks.base import Applied, BatchId
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.sinks.delta_upkeep import UpkeepThread
 from replicad.spark.touches import Control, deduplicate, touch_schema
 from replicad.sqlstates import CONSTRAINT_OF_OTHERS, NO_TABLE, means
 
@@ -180,6 +181,7 @@ class DownstreamThread:
         self._excluded: dict[int, pa.Table] = {}  # touches that were parked, by the number of their chunk
         self._pods: str | None = None  # the table of the pods that prove deletes, if not the tube's
         self.backlog = Backlog(config, name)
+        self._upkeep = UpkeepThread(self._tables) if self._maker.kind == "delta" else None
         touch_log.places[name] = 1
 
     # --- for the main thread ---
@@ -205,6 +207,8 @@ class DownstreamThread:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+        if self._upkeep is not None:
+            self._upkeep.start()
 
     def stop(self) -> None:
         """End after the batch in hand; does not wait."""
@@ -213,9 +217,14 @@ class DownstreamThread:
 
     def join(self) -> None:
         """Wait for the end."""
+        if self._upkeep is not None:
+            self._upkeep.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout=120 if self._failing_since is None else 10)
         self._reporter.close()
+
+    def _tables(self) -> list[tuple[Sink, Shape]]:
+        return [(work.sink, work.shape) for work in list(self._works.values())]
 
     @property
     def is_idle(self) -> bool:

@@ -14,6 +14,7 @@ from bench.system import Options
 
 BENCHMARKS = {
     "fanout": "Fan-out: rows delivered to all clients, Postgres included, against NATS and Redis pub/sub",
+    "daemons": "Two daemons, with half of the readers each, beside one: rows delivered, plainly and over TLS",
     "catchup": "Catch-up: a whole stream to one client, against psql writing the same COPY to a pipe",
     "storm": "Reconnect storm: many clients resume from one token, against the same bytes from memory",
     "spark": "Spark: ids read from a tube against Spark JDBC in order",

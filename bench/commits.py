@@ -155,7 +155,7 @@ def measure(pipe: Connection, door: Door, clients: int) -> None:
                 pipe.recv()
                 pipe.send(found)
                 return
-            size = receive(link, buffer)
+            size = receive(link, buffer) or 0
             if not size:
                 pipe.send([])
                 return

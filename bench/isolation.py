@@ -17,7 +17,6 @@ second daemon, which nobody attacks, are measured too. What they wait is the mac
 from __future__ import annotations
 
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from bench.attackers_redis import REDIS
 from bench.isolation_nats import beside_nats
 from bench.polite import CUT, FORGOTTEN, MEMORY_GOAL, SPARE_TUBE, TUBE, Snapshots, Times, Watch, lease, measure
 from bench.report import Figure, Spread, amount, latency, percentile
-from bench.system import Daemon, Options, System, allow_files, free_port, system
+from bench.system import Daemon, Options, System, allow_files, free_port, make_certificate, system
 
 PROBES = 250  # rows; the other measurements take as long as these
 OLD_ROWS = 200_000  # which those that take them slowly do not finish
@@ -95,7 +94,7 @@ def _daemon(ours: System, *options: str) -> Iterator[Daemon]:
 
 
 def _beside_each_secured(ours: System, count: int, attackers: Mapping[str, Attack]) -> list[Figure]:
-    key, certificate = _certificate(ours.folder)
+    key, certificate = make_certificate(ours.folder)
     secured = ("--tls-cert", str(certificate), "--tls-key", str(key), "--max-connections", "20")
     tls = ssl.create_default_context(cafile=str(certificate))
     with _daemon(ours, *secured) as daemon:
@@ -241,14 +240,3 @@ def _access_file(folder: Path) -> Path:
     digest = sha256(_SECRET.encode()).hexdigest()
     found.write_text(f'[client.{NAME}]\ntoken_sha256 = "{digest}"\nallow = "*"\n', encoding="utf-8")
     return found
-
-
-def _certificate(folder: Path) -> tuple[Path, Path]:
-    """A key and a certificate for localhost."""
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = [
-        "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-        "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
-    return key, certificate

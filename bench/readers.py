@@ -10,6 +10,7 @@ import multiprocessing
 import re
 import selectors
 import socket
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,12 +29,13 @@ _spawn = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """How to subscribe: where, what to say, and what is in the answer."""
+    """How to subscribe: where, what to say, and what is in the answer. `authority`: a file, for TLS."""
 
     host: str
     port: int
     hello: bytes
     ready: bytes
+    authority: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +90,19 @@ def count_rows(pipe: Connection, door: Door, clients: int, rows: int) -> None:
             break
         for key, _ in events:
             link = key.fileobj
-            size = receive(link, buffer)
-            found = buffer.count(MARK, 0, size)
-            counts[link] += found
-            if found or not size:
-                last = time.monotonic()
-                first = min(first, last)
-            if not size or counts[link] >= rows:
-                watch.unregister(link)
-                waiting -= 1
-                lost += not size
+            while (size := receive(link, buffer)) is not None:
+                found = buffer.count(MARK, 0, size)
+                counts[link] += found
+                if found or not size:
+                    last = time.monotonic()
+                    first = min(first, last)
+                if not size or counts[link] >= rows:
+                    watch.unregister(link)
+                    waiting -= 1
+                    lost += not size
+                    break
+                if not (isinstance(link, ssl.SSLSocket) and link.pending()):
+                    break
     pipe.send(Heard(sum(counts.values()), first, last, lost))
     for link in links:
         link.close()
@@ -146,7 +151,7 @@ def note_probes(pipe: Connection, door: Door, clients: int) -> None:
                     pipe.recv()
                     pipe.send(seen)
                 return
-            size = receive(link, buffer)
+            size = receive(link, buffer) or 0
             now = time.monotonic()
             if not size:
                 watch.unregister(link)
@@ -184,7 +189,12 @@ def idle(door: Door, clients: int) -> Iterator[None]:
 
 
 def subscribe(door: Door, clients: int) -> list[socket.socket]:
-    links = [connect(door.host, door.port, door.hello) for _ in range(clients)]
+    links = [connect(door.host, door.port) for _ in range(clients)]
+    if door.authority:
+        tls = ssl.create_default_context(cafile=door.authority)
+        links = [tls.wrap_socket(link, server_hostname="localhost") for link in links]
+    for link in links:
+        link.sendall(door.hello)
     for link in links:
         heard = b""
         while door.ready not in heard:
@@ -196,9 +206,12 @@ def subscribe(door: Door, clients: int) -> list[socket.socket]:
     return links
 
 
-def receive(link: socket.socket, buffer: bytearray) -> int:
+def receive(link: socket.socket, buffer: bytearray) -> int | None:
+    """How many bytes came: 0 at the end, None if they are no whole record of TLS yet."""
     try:
         return link.recv_into(buffer)
+    except ssl.SSLWantReadError:
+        return None
     except ConnectionError:
         return 0
 

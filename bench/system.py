@@ -261,6 +261,17 @@ def listens(host: str, port: int) -> bool:
         return False
 
 
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A key and a certificate for localhost."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+        "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    return key, certificate
+
+
 def free_port() -> int:
     """A port of the loopback that nobody had a moment ago."""
     with socket.socket() as probe:

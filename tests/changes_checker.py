@@ -3,7 +3,8 @@
 `World` has a table of one of several kinds (FORMS), with a stream of changes on it. Its writers run transactions of
 many statements: inserts, updates, deletes, changes of keys, ON CONFLICT, MERGE, queries that write twice, TRUNCATE,
 savepoints, rollbacks, two-phase commits, statements in triggers and functions that write the same rows again. Beside
-them snapshots are taken, and columns come and go. `apply` is what a reader does.
+them snapshots are taken, and columns come and go. `apply` is what a reader does. `Reader` is a client of daemons, which
+may be bound to a part of the stream.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import trio
 
+from replicad.client.events import PositionMoved, Reset, RowBatch
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.bridge import Connection, Database
 from replicad.streams.registry import RecordedChanges, Registry
@@ -58,7 +60,13 @@ FORMS = (
         "CREATE TABLE shop (id integer PRIMARY KEY, n integer, note text)",
         RecordedChanges(where="t.n IS DISTINCT FROM 3", filters=("n",)),
     ),
+    Form(
+        ("id",),
+        "CREATE TABLE shop (id integer PRIMARY KEY, n integer, note text)",
+        RecordedChanges(filters=("note", "n"), old=True),
+    ),
 )
+VALUES = ("1", "2", "4")  # of n, by which readers are bound
 
 
 def apply(copy: Copy, changes: Iterable[Mapping[str, Any]]) -> None:
@@ -82,7 +90,7 @@ class World:
         self.seed, self.db = seed, db
         self.form = FORMS[seed % len(FORMS)]
         self.registry = Registry(db)
-        self.prepared = 0
+        self.prepared = self.stream = 0
         self.refused: dict[str, int] = {}
 
     async def begin(self) -> int:
@@ -92,7 +100,8 @@ class World:
             await self.db.execute(f"INSERT INTO shop ({', '.join(self._columns())}) VALUES {self._values(row)}")
         added = await self.registry.add_changes(STREAM, "public.shop", self.form.recorded)
         await self.registry.request_snapshot(STREAM)
-        return added.stream.number
+        self.stream = added.stream.number
+        return self.stream
 
     def _columns(self) -> tuple[str, ...]:
         return (*self.form.key, "n", "note")
@@ -209,18 +218,31 @@ class World:
         """Send snapshots in small chunks, and ask for another one now and then, until the writers have ended."""
         while True:
             step = await self.registry.snapshot_step(stream, size=3)
-            if step is None:
+            if step is None and any(one.finished_at is None for one in await self.registry.snapshots()):
+                await trio.sleep(0.01)  # a daemon is at it
+            elif step is None:
                 if done.is_set():
                     return
                 await self.registry.request_snapshot(STREAM)
             await trio.lowlevel.checkpoint()
 
+    async def take_ids(self, stream: int, done: trio.Event) -> None:
+        """Take many ids now and then, so that changes come into several partitions."""
+        while not done.is_set():
+            await self.db.execute(
+                "SELECT count(nextval($1::text::regclass)) FROM generate_series(1, 70000)",
+                f"replicad.change_{stream}_id_seq",
+            )
+            with trio.move_on_after(0.3):
+                await done.wait()
+
     async def play(self, transactions: int) -> str | None:
         """Let everybody run, apply the changes, and compare. Returns what is wrong."""
-        stream = await self.begin()
+        stream = self.stream or await self.begin()
         done = trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.snapshots, stream, done)
+            nursery.start_soon(self.take_ids, stream, done)
             async with trio.open_nursery() as writers:
                 for number in range(WRITERS):
                     writers.start_soon(self.write, number, transactions)
@@ -241,15 +263,51 @@ class World:
         line: str = await self.db.fetch_value("SELECT row_sql FROM replicad.stream WHERE number = $1", stream)
         return line
 
-    async def present(self) -> Copy:
-        """The rows of the table that belong to the stream."""
+    async def last_id(self) -> int:
+        """The id of the last change."""
+        return int(await self.db.fetch_value(f"SELECT max(id) FROM replicad.change_{self.stream}"))
+
+    async def present(self, value: str | None = None) -> Copy:
+        """The rows of the table that belong to the stream, or to its part where n is `value`."""
+        part = "true" if value is None else f"t.n = {value}"
         names = ", ".join(f"t.{name}" for name in self.form.key)
         key = names if len(self.form.key) == 1 else f"json_build_array({names})"
         rows = await self.db.fetch(
             f"SELECT to_json({key})::text AS key, row_to_json(t)::text AS line FROM shop AS t "
-            f"WHERE {self.form.recorded.where or 'true'}"
+            f"WHERE ({self.form.recorded.where or 'true'}) AND {part}"
         )
         return {json.dumps(json.loads(row["key"])): json.loads(row["line"]) for row in rows}
+
+
+@dataclass(eq=False)
+class Reader:
+    """A client that keeps a copy of the stream, or of the part to which the access file binds it (`value` of n).
+    `position`: up to where its copy goes. `wrong`: what it was sent and must not see.
+    """
+
+    name: str
+    value: str | None = None
+    copy: Copy = field(default_factory=dict)
+    position: int = -1
+    wrong: str | None = None
+
+    def take(self, event: object) -> None:
+        """Apply what was received."""
+        assert not isinstance(event, Reset), f"reader {self.name}: {event}"
+        if isinstance(event, PositionMoved):
+            self.position = max(self.position, event.token)
+        elif isinstance(event, RowBatch):
+            changes = [json.loads(row) for row in event.rows]
+            apply(self.copy, changes)
+            self.position = int(event.token)
+            for row in (change.get(place) for change in changes for place in ("row", "old") if change["op"] != "s"):
+                if self.value is not None and row is not None and str(row["n"]) != self.value:
+                    self.wrong = self.wrong or f"reader {self.name} was sent {event.rows}"
+
+    async def difference(self, world: World) -> str | None:
+        """What is wrong with the copy; None if nothing is."""
+        found = compare(_without_added(self.copy), _without_added(await world.present(self.value)))
+        return self.wrong or (found and f"reader {self.name}: {found}")
 
 
 def _without_added(copy: Copy) -> Copy:

@@ -203,6 +203,8 @@ DECLARE
 BEGIN
     FOR c IN SELECT x.* FROM stream_changes x JOIN pg_class k ON k.oid = x.source ORDER BY x.stream FOR UPDATE OF x SKIP LOCKED LOOP
         SELECT s.name INTO name FROM stream s WHERE s.number = c.stream;
+        PERFORM stream_change_parts_ensure(c.stream, pg_sequence_last_value(s.sequence)) FROM stream s
+            WHERE s.number = c.stream AND pg_sequence_last_value(s.sequence) IS NOT NULL;
         BEGIN
             why := NULL;
             FOR m IN
@@ -230,8 +232,6 @@ BEGIN
                 UPDATE stream_changes x SET missed = why, missed_at = coalesce(x.missed_at, clock_timestamp())
                     WHERE x.stream = c.stream AND x.missed IS DISTINCT FROM why;
             END IF;
-            PERFORM stream_change_parts_ensure(c.stream, pg_sequence_last_value(s.sequence)) FROM stream s
-                WHERE s.number = c.stream AND pg_sequence_last_value(s.sequence) IS NOT NULL;
             SELECT concat_ws(' ', stream_shape_seen(c.source), k.relowner, stream_runs_as(c.source)) INTO made FROM pg_class k WHERE k.oid = c.source;
             IF made IS DISTINCT FROM c.marks THEN
                 PERFORM stream_change_function_ensure(c.stream);

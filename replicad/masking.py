@@ -79,6 +79,8 @@ def visible(text: str) -> str:
 
     JSON text keeps its meaning. Tabs and line feeds stay.
     """
+    if text.isprintable():  # as almost always
+        return text
     return _OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 

@@ -22,11 +22,11 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-import structlog
 import trio
 
 from replicad.daemon.figures import Delays
 from replicad.errors import DatabaseError, LeaseLost
+from replicad.eventlog import get_logger
 from replicad.postgres.bridge import Database, Row, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Cursor
@@ -50,7 +50,7 @@ RenewLease = Callable[[], Awaitable[None]]  # renews the lease when it is time
 MARK_EVERY = 2000  # acked pods of a partition between two moves; a read passes about as many: 0.2 ms
 MARK_PAUSE = 0.25  # seconds between two moves at least: each takes 3 ms, which a worker that empties a partition waits
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""`python -m bench [NAME...]`: measure, print a table for each benchmark, and keep nothing."""
+"""`python -m bench [NAME...]`: measure, and print a table for each benchmark; with --keep write docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from importlib import import_module
 
+from bench import page
 from bench.report import table
 from bench.system import Options
 
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "redis": "Redis: rows published to many subscribers, against a plain publisher; the latency that it adds to TCP",
     "presence": "Presence: users who come and go, the latency of one, and relays from one daemon to another",
     "sharding": "Sharded writers: what owning a key costs a write, and how long keys take to change hands",
+    "peers": "Changes of a table, beside Debezium's engine and raw pgoutput: latency, processor time, dead consumers",
     "gaps": "Gaps: rows that readers by id miss beside eight writers, and what they wait; --scale 50 for ten million",
     "bloat": "Bloat: reading tubes while an old snapshot keeps acked pods from VACUUM, against the same without",
     "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
@@ -53,6 +55,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3, help="rounds of what is compared (default 3)")
     text = "of the attackers of `isolation`, only those with this text in their names; may be given several times"
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help=text)
+    parser.add_argument("--keep", action="store_true", help="write the figures into docs/benchmarks.md, with plots")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - BENCHMARKS.keys():
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
@@ -70,7 +73,11 @@ def main() -> int:
             failed.append(f"{name}: {type(error).__name__}: {error}")
             print(failed[-1], file=sys.stderr)
             continue
-        tables.append(table(f"{BENCHMARKS[name]}  [{time.monotonic() - began:.0f} s]", figures))
+        seconds = time.monotonic() - began
+        tables.append(table(f"{BENCHMARKS[name]}  [{seconds:.0f} s]", figures))
+        if arguments.keep:
+            scale = "" if options.scale == 1 else f" --scale {options.scale:g}"
+            page.keep(name, BENCHMARKS[name], figures, command=f"python -m bench {name}{scale}", seconds=seconds)
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"\n{os.cpu_count()} processors, load {load}; scale {options.scale:g}, {options.runs} rounds\n")
     print("\n\n".join([*tables, *(f"NOT MEASURED: {line}" for line in failed)]))

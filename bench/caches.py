@@ -20,7 +20,7 @@ from statistics import median
 
 import trio
 
-from bench.peers import Peer, redis
+from bench.pubsub import Peer, redis
 from bench.readers import PATIENCE, PROCESSES, Door, Heard, processes
 from bench.report import Figure, Spread, rates
 from bench.system import STREAM, Daemon, Options, System, cpu, system

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from bench.peers import Peer, nats
+from bench.pubsub import Peer, nats
 from bench.readers import BUFFER, Door, processes, receive, subscribe
 from bench.report import Figure, Spread, percentile
 from bench.system import STREAM, Daemon, Options, System, connect, cpu, process, system

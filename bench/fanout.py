@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.peers import Peer, peers
+from bench.pubsub import Peer, peers
 from bench.readers import Door, Heard, crowd
 from bench.report import Figure, Spread, rates
 from bench.system import STREAM, Daemon, Options, System, cpu, system

@@ -31,7 +31,7 @@ import numpy as np
 import psycopg
 
 from bench.readers import processes
-from bench.report import Figure, Spread, percentile
+from bench.report import Bar, Figure, Spread, percentile
 from bench.system import Daemon, Options, System, connect, process, system
 
 COMMITS = 200_000  # at --scale 1; --scale 50 is the long form
@@ -140,9 +140,10 @@ def _figure(name: str, kept: Kept, there: Any, seconds: float) -> Figure:
     p50, p99, longest = (percentile(kept.delays, share) * 1000 for share in (0.5, 0.99, 1.0))
     text = f"{lost:,} lost{f', {twice:,} twice' if twice else ''}; {p50:.1f} / {p99:.1f} / {longest:.0f} ms"
     what = f"{name}: rows lost of {len(there):,}; delay p50 / p99 / longest ({len(there) / seconds:,.0f} commits/s)"
+    shown = Bar("Rows lost", "", name, float(lost)), Bar("Delay, p99, in ms", "", name, p99)
     if name.startswith(LOCKS):
-        return Figure(what, text, "", Spread.of([float(lost)]), at_most=0.0)
-    return Figure(what, "", text)
+        return Figure(what, text, "", Spread.of([float(lost)]), at_most=0.0, bars=shown)
+    return Figure(what, "", text, bars=shown)
 
 
 # --- readers, each in a process of its own ---

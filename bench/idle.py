@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from bench.peers import peers
+from bench.pubsub import peers
 from bench.readers import Door, idle
 from bench.report import Figure, Spread, amount
 from bench.system import Options, allow_files, cpu, system

@@ -14,8 +14,8 @@ import time
 from contextlib import ExitStack, suppress
 
 from bench.attackers import ANYWHERE, PLAIN, Dialect, Target, begin_attack
-from bench.peers import Peer, nats
 from bench.polite import CUT, LATE, PROBE_PAUSES, Times, asking, repeat
+from bench.pubsub import Peer, nats
 from bench.report import Figure, Spread, latency, percentile
 from bench.system import connect
 

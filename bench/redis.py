@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bench.commits import _INSERT, WARM, WRITERS, readers
 from bench.fanout import _lines
-from bench.peers import Peer, redis
+from bench.pubsub import Peer, redis
 from bench.readers import Door, crowd
 from bench.report import Figure, Spread, percentile, rates
 from bench.system import STREAM, Daemon, Options, System, cpu, process, system

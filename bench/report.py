@@ -1,4 +1,4 @@
-"""Figures and how they are printed. Knows nothing of how they are measured, and keeps none."""
+"""Figures and how they are printed. Knows nothing of how they are measured."""
 
 from __future__ import annotations
 
@@ -32,8 +32,20 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar of a plot: its title with the unit, the group in it, whose bar it is, and the value."""
+
+    plot: str
+    group: str
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of the table. `ratio` is ours to the peer's, `goal` what its median should be at least (or at most)."""
+    """One line of the table. `ratio` is ours to the peer's, `goal` what its median should be at least (or at most).
+    `bars`: what docs/benchmarks.md shows of it.
+    """
 
     what: str
     ours: str
@@ -41,6 +53,7 @@ class Figure:
     ratio: Spread | None = None
     at_least: float | None = None
     at_most: float | None = None
+    bars: tuple[Bar, ...] = ()
 
     @property
     def goal(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -32,11 +33,12 @@ def functions(file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     return {node.name: node for node in tree.body if isinstance(node, kinds) and node.name.startswith("test_")}
 
 
-def long_marks(file: Path, name: str) -> bool:
-    """Whether something about this test is marked as long."""
-    source = file.read_text(encoding="utf-8")
-    marked = any("long" in ast.unparse(one) for one in functions(file)[name].decorator_list)
-    return marked or ("pytestmark" in source and "mark.long" in source)
+def long_marks(file: Path, name: str) -> tuple[bool, bool]:
+    """Whether this test, or some form of it, is marked as long; and whether all of it is."""
+    marks = [ast.unparse(one) for one in functions(file)[name].decorator_list]
+    marked = re.search(r"^pytestmark\b.*?mark\.long\b", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    whole = marked is not None or "pytest.mark.long" in marks
+    return whole or any("long" in mark for mark in marks), whole
 
 
 def test_the_list_has_every_fault_once_and_each_says_what_holds_and_what_is_seen() -> None:
@@ -66,7 +68,9 @@ def test_each_test_of_the_catalogue_exists() -> None:
         path, name = ROOT / file, name.partition("[")[0]
         assert path.is_file(), f"{file} is gone; {advice}"
         assert name in functions(path), f"{file} has no {name}; {advice}"
-        assert not command.long or long_marks(path, name), f"{command.text}: it is in the suite: leave out `long:`"
+        some, whole = long_marks(path, name)
+        assert some or not command.long, f"{command.text}: it is in the suite: leave out `long:`"
+        assert command.long or not whole, f"{command.text}: it is long: write `long: {command.text}`"
 
 
 def test_each_schedule_of_the_catalogue_is_a_command_that_its_program_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadCommand, option
 
 
@@ -14,10 +15,11 @@ from replicad.terminal.command import ReplicadCommand, option
     "--folder",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="Folder for the Postgres, the logs and the copy. Default: .replicad/demo, with --lite .replicad/demo-lite.",
+    help="Folder for the Postgres, the logs and the copy. Default: .replicad/demo, demo-lite or demo-web.",
 )
 @option("--lite", is_flag=True, help="The small one: a stream, and a tube with a worker. No Java, no Spark.")
-def command(folder: Path | None, lite: bool) -> None:
+@option("--web", is_flag=True, help="Pages in browsers: each follows the orders of its customer. No Java, no Spark.")
+def command(folder: Path | None, lite: bool, web: bool) -> None:
     """Run a demonstration on real data, in about a minute.
 
     Loads cities of the world into an embedded Postgres, attaches them to a tube, serves it, and lets Spark keep a copy
@@ -26,13 +28,19 @@ def command(folder: Path | None, lite: bool) -> None:
 
     With --lite it takes some seconds and needs the extra `embedded` only: a client follows a stream, and a worker keeps
     a copy of a table.
+
+    With --web it serves two pages until you end it: orders change, the daemon is restarted now and then, and each page
+    shows the orders of its customer alone. It needs the extras `embedded` and `http`.
     """
     import trio
 
     from replicad.demo.lite import LiteDemo
     from replicad.demo.run import Demo
+    from replicad.demo.web import WebDemo
 
-    base = Path(".replicad")
-    demo = LiteDemo(folder or base / "demo-lite") if lite else Demo(folder or base / "demo")
+    if lite and web:
+        raise UsageError("give --lite or --web, not both")
+    kind, name = (LiteDemo, "demo-lite") if lite else (WebDemo, "demo-web") if web else (Demo, "demo")
+    demo: Demo = kind(folder or Path(".replicad") / name)
     if not trio.run(demo.run):
         raise SystemExit(1)

@@ -410,15 +410,26 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def running_daemon(url: str, folder: Path) -> AsyncIterator[Address]:
-    """Run `replicad serve` on the database at `url` and a free port of the loopback; yields its address.
+async def running_daemon(url: str, folder: Path, *options: str) -> AsyncIterator[Address]:
+    """Run `replicad serve` with these options on the database at `url` and a free port of the loopback; yields its
+    address.
 
     Raises:
         EnvironmentRefused: it ended, or does not listen in time; the message has the last line of its log.
     """
     ready, log = folder / "daemon.address", folder / "daemon.log"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+    command = [
+        sys.executable,
+        "-m",
+        "replicad",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--ready-file",
+        str(ready),
+        *options,
+    ]
     async with running(command, log, clean_environment(REPLICAD_DATABASE=url)) as process:
         with trio.move_on_after(_START):
             while process.poll() is None and not ready.exists():

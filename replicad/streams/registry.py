@@ -379,10 +379,12 @@ class Registry:
         return [Snapshot(*row) for row in await self._rows("stream_snapshots")]
 
     async def look_after_changes(self) -> list[tuple[str, str]]:
-        """Look after all streams of changes: new partitions, shapes of tables, triggers that are off. Returns the
+        """Look after all streams of changes: partitions, shapes of tables, triggers that are off. Returns the
         streams that may have missed changes, or for which this was not possible, with the reason. To be called
         regularly.
         """
+        while await self._value("stream_changes_extend"):
+            pass
         return [(row["name"], row["problem"]) for row in await self._rows("stream_changes_look")]
 
     async def descriptions(self, stream: Stream) -> list[tuple[int, str]]:

@@ -655,7 +655,8 @@ BEGIN
     PERFORM stream_belong('TABLE ' || quote_ident(target));
     EXECUTE format('CREATE TABLE %I PARTITION OF %I DEFAULT', target || '_rest', target);
     PERFORM stream_belong('TABLE ' || quote_ident(target || '_rest'));
-    PERFORM stream_change_parts_ensure(c.stream, 0);
+    WHILE stream_change_parts_ensure(c.stream, 100000) LOOP
+    END LOOP;
     notes := stream_add(name, target::regclass, 'id', max_row => max_row);
     -- What stream_change_line_sql yields is JSON on one line: nothing has to check it again row by row.
     UPDATE stream x SET row_sql = stream_change_line_sql(), row_type = 'jsonb' WHERE x.number = c.stream;
@@ -678,12 +679,12 @@ LANGUAGE sql STABLE AS $$
     WHERE i.inhparent = to_regclass(format('%I.change_%s', current_schema(), stream_number)) AND b.bounds IS NOT NULL
 $$;
 
--- stream_change_parts_ensure(number, taken): makes partitions for the next ids of the table of changes, so that old changes can be removed
--- by whole partitions, which leaves no dead rows. taken: the last id that was given out. Each has a quarter as many ids as
--- there are changes, and at least 100,000; two are ahead of the ids. Writers do not wait: an ATTACH has a lock that lets
--- them write. Where no daemon runs for long, ids come into change_N_rest, and ranges begin beyond them. Does nothing where a lock is not free
--- within lock_timeout. Writes tables.
-CREATE OR REPLACE FUNCTION stream_change_parts_ensure(stream_number integer, taken bigint) RETURNS void
+-- stream_change_parts_ensure(number, taken): makes the next partition of the table of changes, if fewer than two are ahead of the ids, so
+-- that old changes can be removed by whole partitions, which leaves no dead rows. taken: the last id that was given out. A partition has
+-- a quarter as many ids as there are changes, and at least 100,000. Writers do not wait: an ATTACH has a lock that lets them
+-- write. Readers wait for the end of the transaction, so it should end at once. Where no daemon runs for long, ids come into
+-- change_N_rest, and ranges begin beyond them. Returns whether it made one: not where a lock is not free within lock_timeout. Writes tables.
+CREATE OR REPLACE FUNCTION stream_change_parts_ensure(stream_number integer, taken bigint) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE
     target text := format('change_%s', stream_number);
@@ -692,21 +693,37 @@ DECLARE
     size bigint := greatest(100000, kept / 4);
     made text;
 BEGIN
-    IF taken > upto AND upto > 0 THEN
+    IF upto >= taken + 2 * size THEN
+        RETURN false;
+    ELSIF taken > upto AND upto > 0 THEN
         IF pg_relation_size(format('%I', target || '_rest')::regclass) > 64 << 20 THEN
-            RETURN;  -- an ATTACH reads it while writers wait; its rows go by retention first
+            RETURN false;  -- an ATTACH reads it while writers wait; its rows go by retention first
         END IF;
         upto := taken + 10000;  -- other sessions take ids meanwhile
     END IF;
-    WHILE upto < taken + 2 * size LOOP
-        made := format('%s_%s', target, upto + 1);
-        EXECUTE format('CREATE TABLE %I (LIKE %I)', made, target);
-        PERFORM stream_belong('TABLE ' || quote_ident(made));
-        EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)', target, made, upto + 1, upto + 1 + size);
-        upto := upto + size;
-    END LOOP;
+    made := format('%s_%s', target, upto + 1);
+    EXECUTE format('CREATE TABLE %I (LIKE %I INCLUDING INDEXES)', made, target);
+    PERFORM stream_belong('TABLE ' || quote_ident(made));
+    EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)', target, made, upto + 1, upto + 1 + size);
+    RETURN true;
 EXCEPTION WHEN lock_not_available OR check_violation THEN
-    RETURN;  -- the next call tries again
+    RETURN false;  -- the next call tries again
+END
+$$;
+
+-- stream_changes_extend(): makes the next partition of the table of one stream of changes; call it, each time in a transaction of its own,
+-- until it returns false. Writes tables.
+CREATE OR REPLACE FUNCTION stream_changes_extend() RETURNS boolean
+LANGUAGE plpgsql SET lock_timeout = '100ms' AS $$
+DECLARE
+    s stream;
+BEGIN
+    FOR s IN SELECT x.* FROM stream x JOIN stream_changes c ON c.stream = x.number ORDER BY x.number LOOP
+        IF pg_sequence_last_value(s.sequence) IS NOT NULL AND stream_change_parts_ensure(s.number, pg_sequence_last_value(s.sequence)) THEN
+            RETURN true;
+        END IF;
+    END LOOP;
+    RETURN false;
 END
 $$;
 

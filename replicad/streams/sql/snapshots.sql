@@ -203,8 +203,6 @@ DECLARE
 BEGIN
     FOR c IN SELECT x.* FROM stream_changes x JOIN pg_class k ON k.oid = x.source ORDER BY x.stream FOR UPDATE OF x SKIP LOCKED LOOP
         SELECT s.name INTO name FROM stream s WHERE s.number = c.stream;
-        PERFORM stream_change_parts_ensure(c.stream, pg_sequence_last_value(s.sequence)) FROM stream s
-            WHERE s.number = c.stream AND pg_sequence_last_value(s.sequence) IS NOT NULL;
         BEGIN
             why := NULL;
             FOR m IN

@@ -73,7 +73,7 @@ def check_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
     (made,) = folder.glob("*.whl")
     if files_of(made) != files_of(wheel):
         raise SystemExit(f"the sdist makes another wheel: {sorted(files_of(made) ^ files_of(wheel))[:20]}")
-    print(f"{sdist.name}: makes the same wheel, {len(files_of(wheel)):,} files")
+    print(f"{sdist.name}: makes the same wheel, {len(files_of(wheel)):,} files", flush=True)
 
 
 def check_install(python: Path, version: str, wheel: Path, folder: Path) -> None:
@@ -87,13 +87,13 @@ def check_install(python: Path, version: str, wheel: Path, folder: Path) -> None
         raise SystemExit(f"replicad --version says {said!r}, and the wheel is {wheel.name}")
     if "CREATE TABLE" not in run(own / "replicad", "sql", "up", cwd=folder):
         raise SystemExit("replicad sql up prints no SQL")
-    print(f"Python {version}: {said}; {run(own / 'python', '-c', PROBE, cwd=folder).strip()}")
+    print(f"Python {version}: {said}; {run(own / 'python', '-c', PROBE, cwd=folder).strip()}", flush=True)
 
 
 def main(folder: Path) -> None:
     """Check the files in the folder. Raises SystemExit with the reason."""
     (wheel,), (sdist,) = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
-    print(run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=folder).strip())
+    print(run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=folder).strip(), flush=True)
     with tempfile.TemporaryDirectory(prefix="replicad-release-") as place:
         work = Path(place)
         (work / "sdist").mkdir()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -219,6 +220,89 @@ def test_prometheus_scrapes_the_daemon_of_compose_under_the_name_that_the_rules_
     for mounted in COMPOSE["prometheus"]["volumes"]:
         source = mounted.partition(":")[0]
         assert not source.startswith(".") or (DEPLOY / source).is_file(), source
+
+
+CHART = DEPLOY / "helm/replicad"
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+TEMPLATES = {path.name: path.read_text() for path in sorted((CHART / "templates").iterdir())}
+CHOSEN = {  # values of an installation with everything
+    "replicas": 2, "tlsSecret": "tls", "accessSecret": {"name": "access"}, "serviceMonitor": {"enabled": True},
+    "extraArgs": ["--server-name", "db1"], "podLabels": {"team": "data"}, "podAnnotations": {"a": "b"},
+    "imagePullSecrets": [{"name": "pull"}], "nodeSelector": {"disk": "ssd"}, "tolerations": [{"operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}}, "service": {"annotations": {"a": "b"}},
+}  # fmt: skip
+
+
+def paths_of(tree: dict[str, Any], before: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{before}{name}"
+        if isinstance(value, dict):
+            yield from paths_of(value, f"{before}{name}.")
+
+
+def test_the_chart_uses_the_values_that_it_declares_and_all_of_them() -> None:
+    used = set(re.findall(r"\.Values\.([\w.]+)", "".join(TEMPLATES.values())))
+    declared = set(paths_of(VALUES))
+    assert used <= declared
+    whole = {"resources", "podLabels", "podAnnotations"}  # written as they are
+    leaves = {one for one in declared if not any(other.startswith(f"{one}.") for other in declared)}
+    assert {one for one in leaves if one not in used and one.split(".")[0] not in whole} == set()
+    assert set(SCHEMA["properties"]) - {"global"} == set(VALUES), "a misspelt value is refused"
+    for name, rule in SCHEMA["properties"].items():
+        if "properties" in rule:
+            assert set(rule["properties"]) == set(VALUES[name]), name
+            assert rule["additionalProperties"] is False
+
+
+def test_the_blocks_of_each_template_are_closed() -> None:
+    for name, text in TEMPLATES.items():
+        actions = re.findall(r"\{\{-?\s*(.*?)\s*-?\}\}", text)
+        opened = sum(action.split()[0] in ("if", "with", "range", "define") for action in actions)
+        assert opened == actions.count("end"), name
+        assert text.count("{{") == len(actions), name
+
+
+def test_the_chart_starts_the_daemon_of_this_version_with_options_that_exist() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+    text = TEMPLATES["deployment.yaml"]
+    given = [word.replace("{{ .Values.accessSecret.key }}", "access.toml") for word in re.findall(r"- (--\S.*)", text)]
+    words = ["serve", *given]
+    assert len(words) == 7
+    variables = dict.fromkeys(re.findall(r"name: (REPLICAD_\w+)", text), "t" * 32)
+    settings = Deployed("helm", words, {**variables, "REPLICAD_DATABASE": "postgresql://u@db/app"}, 0.0).settings()
+    assert variables.keys() <= VARIABLES
+    assert settings.http is not None
+    assert settings.limits.stop_grace < VALUES["terminationGracePeriodSeconds"]
+    ports = {int(port) for port in re.findall(r"containerPort: (\d+)", text)}
+    assert ports == {settings.listen.port, settings.http.port}
+    assert (VALUES["service"]["linesPort"], VALUES["service"]["httpPort"]) == (settings.listen.port, settings.http.port)
+    security = CONTAINER["securityContext"]
+    assert all(f"{name}: " in text for name in security), "as in deploy/kubernetes"
+    assert f"runAsUser: {DEPLOYMENT['spec']['template']['spec']['securityContext']['runAsUser']}" in text
+
+
+@pytest.mark.parametrize("values", [{}, CHOSEN], ids=["default", "everything"])
+def test_helm_accepts_the_chart_and_renders_it(values: dict[str, Any], tmp_path: Path) -> None:
+    if shutil.which("helm") is None:
+        pytest.skip("there is no helm here")
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+
+    def helm(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["helm", *words], capture_output=True, text=True, check=False, timeout=60)
+
+    more = ["--values", str(tmp_path / "values.yaml")]
+    done = helm("lint", "--strict", str(CHART), *more)
+    assert done.returncode == 0, done.stdout
+    done = helm("template", "db1", str(CHART), *more)
+    assert done.returncode == 0, done.stderr
+    made = {one["kind"]: one for one in yaml.safe_load_all(done.stdout) if one is not None}
+    assert made.keys() == {"Deployment", "Service"} | ({"PodDisruptionBudget", "ServiceMonitor"} if values else set())
+    template = made["Deployment"]["spec"]["template"]
+    assert made["Service"]["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert helm("template", "db1", str(CHART), "--set", "replica=2").returncode != 0, "a misspelt value is refused"
 
 
 CHECKERS = {

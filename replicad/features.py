@@ -39,6 +39,7 @@ FEATURES = (
     Listed(desired=("replicad.sharding.admin",), commands={"sharding": "replicad.sharding.cli"}),
     Listed(serves="replicad.redis.service"),
     Listed(schemes={"redis": "replicad.redis.following", "rediss": "replicad.redis.following"}),
+    Listed(commands={"nats": "replicad.nats.cli"}),
     Listed(serves="replicad.sender.serving", commands={"sender": "replicad.sender.cli"}),
     Listed(commands={"pipeline": "replicad.spark.cli"}),
     Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-__version__ = version("replicad")
+try:
+    __version__ = version("replicad")
+except PackageNotFoundError:  # the clients are installed alone; both have the same version
+    __version__ = version("replicad-client")

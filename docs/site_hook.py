@@ -32,7 +32,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001
     """Change the links of a page of docs/."""
-    return markdown if page.file.src_uri in BESIDE.values() else moved(markdown, "docs", known(files))
+    folder = posixpath.dirname(f"docs/{page.file.src_uri}")
+    return markdown if page.file.src_uri in BESIDE.values() else moved(markdown, folder, known(files))
 
 
 def known(files: Any) -> set[str]:
@@ -46,9 +47,11 @@ def moved(text: str, folder: str, names: set[str]) -> str:
     `folder`: of the page, from the root of the project.
     """
 
+    place = folder.removeprefix("docs").strip("/") or "."  # of the page in the site
+
     def move(found: re.Match[str]) -> str:
         label, target, anchor = found[1], posixpath.normpath(posixpath.join(folder, found[2])), found[3] or ""
         name = BESIDE.get(target, target.removeprefix("docs/"))
-        return f"[{label}]({name}{anchor})" if name in names else label
+        return f"[{label}]({posixpath.relpath(name, place)}{anchor})" if name in names else label
 
     return LINK.sub(move, text)

@@ -1,7 +1,7 @@
 ----------------------------- MODULE Generations -----------------------------
 (* The generations of docs/positions.md: what a client's token means after the history of a stream has forked. One
    stream in linear order, servers that are restored, promoted and exchanged, daemons, and a client that resumes.
-   docs/specs.md explains the model and names the code of each action.
+   docs/dev/specs.md explains the model and names the code of each action.
 
    Rows are numbers that are never used twice, so that a row with the id of an earlier one can be told from it. Writers
    commit in the order of their ids here: LockWatch.tla is about the other half of the problem.

@@ -1,6 +1,6 @@
 -------------------------------- MODULE Leases --------------------------------
 (* The lease of one partition of a tube, as in docs/leases.md: workers that claim, renew, work, ack and release; a daemon
-   for each of them that watches the beat; and delays everywhere. docs/specs.md explains the model and names the code of
+   for each of them that watches the beat; and delays everywhere. docs/dev/specs.md explains the model and names the code of
    each action.
 
    Time goes in ticks. A worker or daemon that is paused takes no step while ticks pass. Terms and beats are numbers that

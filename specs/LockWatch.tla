@@ -1,6 +1,6 @@
 ------------------------------ MODULE LockWatch ------------------------------
 (* The lock-watch of docs/positions.md: one stream, its sequence, sessions that take ids and end their transactions in
-   any order, and a daemon that polls. docs/specs.md explains the model and names the code of each action.
+   any order, and a daemon that polls. docs/dev/specs.md explains the model and names the code of each action.
 
    Assumed of Postgres, each with a test that docs/positions.md names under "Assumptions":
    lock_before_id, sequence_is_locked, locks_are_listed, one_look, names_are_used_once,

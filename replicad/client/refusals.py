@@ -32,7 +32,7 @@ from replicad.protocol.tokens import Vector
 _STOPS = re.compile(r"stream (\S+) stops before id (-?\d{1,19})\b")  # the begin of the server's message
 _NAMES = re.compile(r"stream (\S+) ")  # the begin of a message about a stream
 _FORKED = re.compile(r"stream (\S+) forked after \S+: .* resume from (\S+)")  # errors.forked_text
-_STOPPING = "server stopping"  # the one ERROR without a code (docs/protocol-notes.md)
+_STOPPING = "server stopping"  # the one ERROR without a code (docs/dev/protocol-notes.md)
 
 
 def refusal(text: str) -> ReplicadError:

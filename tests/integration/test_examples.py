@@ -30,4 +30,4 @@ def test_an_example_runs_to_its_end_and_a_page_tells_of_it(example: Path, tmp_pa
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
-    assert any(f"examples/{example.name}" in page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    assert any(f"examples/{example.name}" in page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))

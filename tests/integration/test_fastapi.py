@@ -1,4 +1,4 @@
-"""The application of docs/fastapi.md, run by uvicorn as the page says, on a real daemon."""
+"""The application of docs/howto/fastapi.md, run by uvicorn as the page says, on a real daemon."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.source import ROOT
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-PAGE = (ROOT / "docs/fastapi.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/howto/fastapi.md").read_text(encoding="utf-8")
 
 
 @contextmanager

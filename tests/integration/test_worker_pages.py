@@ -1,4 +1,4 @@
-"""The worker programs of docs/tubes.md, with the commands beside them, keep their downstreams equal."""
+"""The worker programs of docs/howto/, with the commands beside them, keep their downstreams equal."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ ROOT = Path(__file__).parents[2]
 BLOCKS = re.compile(r"```\n((?:replicad tubes [^\n]*\n)+)```\n\n```python\n(.*?)```\n", re.DOTALL)
 PROGRAMS = {
     re.search(r"tubes create (\w+)", commands)[1]: (commands, program)  # type: ignore[index]
-    for commands, program in BLOCKS.findall((ROOT / "docs/tubes.md").read_text(encoding="utf-8"))
+    for page in ("search-index", "copy-to-postgres", "redis-cache")
+    for commands, program in BLOCKS.findall((ROOT / f"docs/howto/{page}.md").read_text(encoding="utf-8"))
 }
 
 
-def test_the_page_has_three_whole_programs() -> None:
+def test_the_pages_have_whole_programs() -> None:
     assert sorted(PROGRAMS) == ["casts", "documents", "films"]
 
 

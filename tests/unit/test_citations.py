@@ -30,7 +30,7 @@ PAGE = re.compile(r"\b(?:docs/[\w./-]+\.(?:md|py)|protocol\.md|README\.md|CHANGE
 CODE = re.compile(r"(?<![\w./*-])((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|sql))\b")
 IN_PAGES = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sql|toml|json))`")
 PLACEHOLDER = re.compile(r"^synapse/|/N\.sql|^sql/part\.toml$")  # files of others, and forms of names
-WHERE = ROOT / "docs/where.md"
+WHERE = ROOT / "docs/dev/where.md"
 ROOTS = (PACKAGE, ROOT / "tests", ROOT)  # of the files in it
 FILE = re.compile(r"[\w./*<>-]+\.(?:py|sql|js|lua|json|toml|md)")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
@@ -96,7 +96,7 @@ def test_every_file_of_code_that_a_text_names_exists() -> None:
 
 
 def test_every_file_of_code_that_a_page_names_exists() -> None:
-    pages = [ROOT / "README.md", ROOT / "protocol.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "protocol.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     named = {(page.name, name) for page in pages for name in IN_PAGES.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 80
     roots = (ROOT, ROOT / "replicad", ROOT / "tests", ROOT / "docs")  # pages leave the folder of the package out
@@ -105,7 +105,7 @@ def test_every_file_of_code_that_a_page_names_exists() -> None:
 
 
 class Line(NamedTuple):
-    """A line of docs/where.md: the files that it names, those of them that are missing, and its names of code."""
+    """A line of docs/dev/where.md: the files that it names, those of them that are missing, and its names of code."""
 
     files: list[Path]
     missing: list[str]

@@ -15,7 +15,7 @@ from replicad.cli.app import root
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for path in (ROOT / "README.md", ROOT / "protocol.md", *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/**/*"))
+    for path in (ROOT / "README.md", ROOT / "protocol.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*"))
     if path.is_file() and path.suffix in (".md", ".yml", ".yaml", ".toml", ".service", "")
 )
 INLINE = re.compile(r"`(replicad [a-z][^`\n]*)`")

@@ -35,7 +35,8 @@ def named(nav: Any) -> Iterator[str]:
 
 def test_the_nav_names_every_page_once() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    pages = sorted([*(page.name for page in (ROOT / "docs").glob("*.md")), *HOOK["BESIDE"].values()])
+    docs = ROOT / "docs"
+    pages = sorted([*(page.relative_to(docs).as_posix() for page in docs.rglob("*.md")), *HOOK["BESIDE"].values()])
     assert sorted(named(config["nav"])) == pages
     assert all((ROOT / source).exists() for source in HOOK["BESIDE"])
 
@@ -65,6 +66,11 @@ def test_links_lead_to_the_pages_of_the_site_and_to_nothing_else() -> None:
         ("", "[x](docs/operating.md#a) and [p](protocol.md)", "[x](operating.md#a) and [p](protocol.md)"),
         ("docs", "[r](../README.md#b), [p](../protocol.md)", "[r](index.md#b), [p](protocol.md)"),
         ("", "[rules](deploy) [e](docs/examples/a.py)", "rules [e](examples/a.py)"),
+        (
+            "docs/dev",
+            "[r](../../README.md#b) [o](../operating.md) [p](gone.md)",
+            "[r](../index.md#b) [o](../operating.md) p",
+        ),
         ("docs", "[s](#c) [w](https://example.com/a) ![i](images/a.png)", None),
     ):
         assert moved(text, folder, names) == (text if expected is None else expected)

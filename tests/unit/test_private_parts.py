@@ -1,4 +1,4 @@
-"""Which private parts of libraries the product uses: docs/architecture.md lists all of them, and they exist."""
+"""Which private parts of libraries the product uses: docs/dev/architecture.md lists all of them, and they exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOREIGN = ("loop", "spark", "super()")  # whose private parts may have the names of ours
 OF_TUPLES = {"_asdict", "_replace"}  # public, for all their names
-PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/dev/architecture.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([\w.]+): ([^|]+)` \| `([\w/]+\.py)` \|", PAGE, re.MULTILINE)
 PARTS = [(module, part, file) for module, text, file in ROWS for part in re.findall(r"_\w+", text)]
 

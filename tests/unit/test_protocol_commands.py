@@ -232,7 +232,7 @@ def test_only_the_sides_that_may_send_a_command_can(case: Case) -> None:
         ProtocolConnection(other, EVERY, now=0).send(case.command, 0)
 
 
-# --- the examples of Synapse's document on TCP replication (docs/protocol-notes.md) ---
+# --- the examples of Synapse's document on TCP replication (docs/dev/protocol-notes.md) ---
 
 SYNAPSE_EXAMPLES = """\
 > SERVER example.com

@@ -1,4 +1,4 @@
-"""docs/specs.md names every rule that a configuration in specs/ switches off, and no other.
+"""docs/dev/specs.md names every rule that a configuration in specs/ switches off, and no other.
 
 docs/positions.md names a test for each assumption about Postgres that a model names at its head.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/specs.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/dev/specs.md").read_text(encoding="utf-8")
 FILES = sorted((ROOT / "specs").glob("*/without_*.cfg"))
 
 

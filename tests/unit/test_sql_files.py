@@ -15,7 +15,7 @@ from tests.source import IN_ONE_PROCESS, PACKAGE, ROOT, constants, modules
 
 pytestmark = IN_ONE_PROCESS
 
-PAGES = [ROOT / "README.md", ROOT / "protocol.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "protocol.md", *(ROOT / "docs").rglob("*.md")]
 LOADERS = ("load_sql", "statement")  # functions whose first argument is the name of a query
 # Functions that call an SQL function, and where among their arguments its name is.
 CALLERS = {"call_rows": 2, "call_row": 2, "call_value": 2, "rows_call": 1, "value_call": 1, "Ask": 0, "_write": 0}

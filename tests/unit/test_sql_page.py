@@ -12,7 +12,7 @@ from tests.schema import page
 
 # for who changes replicad
 DESIGN = {"architecture.md", "positions.md", "leases.md", "protocol-notes.md", "specs.md", "where.md"}
-PAGES = [page.ROOT / "README.md", page.ROOT / "protocol.md", *sorted((page.ROOT / "docs").glob("*.md"))]
+PAGES = [page.ROOT / "README.md", page.ROOT / "protocol.md", *sorted((page.ROOT / "docs").rglob("*.md"))]
 PUBLIC = {name for part in schema.PARTS for name in page.public(part)}
 INTERNAL = {name for part in schema.PARTS for name in schema_text.created(part).routines} - PUBLIC - set(by_code())
 

@@ -301,6 +301,12 @@ class Delivery:
         "URL of a request, with {destination} and {transaction} in it. Default: that of the form.",
         matching(r"[!-~]{1,1024}", "a URL without blanks", "TEMPLATE"),
     )
+    traceparent: str = setting(
+        "",
+        "Column of facts with a W3C traceparent: the request gets it as a header, and a CloudEvent as an attribute. "
+        "Default: none.",
+        matching(r"[!-~]{1,255}", "a column without blanks", "COLUMN"),
+    )
     origin: str = setting(
         "", "Name of this server in the matrix form; it is never sent anything.", matching(_NAME, "a name", "NAME")
     )

@@ -194,6 +194,9 @@ class RequestBuilder:
         ]
         if settings.form != MATRIX:
             headers.append((b"idempotency-key", name))
+        parent = next(filter(None, map(self._traceparent, transaction.pdus)), None)
+        if parent is not None:
+            headers.append((b"traceparent", parent.encode()))
         if settings.secrets.federation_secret is not None:
             headers += self._proof(settings.secrets.federation_secret, destination, transaction, target, body)
         return httpcore.Request(
@@ -264,11 +267,29 @@ class RequestBuilder:
         return [
             f'{{"specversion":"1.0","id":"{transaction.id}{f"-{number}" if len(kinds) > 1 else ""}",'
             f'"source":{json.dumps(self._settings.event_source)},"type":{json.dumps(kind)},"time":"{made}",'
-            f'"datacontenttype":"application/json","data":{body}}}'
+            f'"datacontenttype":"application/json",{self._extension(body)}"data":{body}}}'
             for number, (kind, body) in enumerate(kinds)
         ]
 
+    def _extension(self, body: str) -> str:
+        """The attribute of the extension Distributed Tracing of CloudEvents."""
+        parent = self._traceparent(body)
+        return "" if parent is None else f'"traceparent":"{parent}",'
 
+    def _traceparent(self, body: str) -> str | None:
+        """The traceparent of a fact; None where it has none that W3C Trace Context allows.
+
+        A row that names no trace is sent without one, as a request without the header is served.
+        """
+        if not self._settings.traceparent:
+            return None
+        fact = json.loads(body)
+        value = fact.get(self._settings.traceparent) if isinstance(fact, dict) else None
+        return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
+
+
+# W3C Trace Context, version 00: neither id is zero. A later version would have to be parsed by its own rules.
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 UPDATE_TYPE = "replicad.update"  # the type of CloudEvents of updates
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
 MAX_NAME = 1000  # bytes of a destination's name; it is part of the keys of tables

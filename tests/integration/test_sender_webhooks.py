@@ -127,6 +127,44 @@ async def test_facts_that_belong_together_are_a_batch_in_the_form_for_one_event(
     assert len(json.loads(request.body)) == 2
 
 
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+OTHER = TRACE.replace("b7ad6b71", "00f067aa")
+UNFIT = {
+    "none": '{"n":1}', "no text": '{"trace":7}', "NULL": '{"trace":null}', "no row": "7", "a list": "[]",
+    "no parent": f'{{"trace":"{TRACE[:36]}{"0" * 16}-01"}}', "no trace": f'{{"trace":"00-{"0" * 32}{TRACE[35:]}"}}',
+    "upper case": f'{{"trace":"{TRACE.upper()}"}}', "another version": f'{{"trace":"01{TRACE[2:]}"}}',
+    "a header of its own": f'{{"trace":"{TRACE}\\r\\nx: y"}}',
+}  # fmt: skip
+
+
+async def test_the_trace_of_a_row_is_the_parent_of_its_request_and_of_its_event(receiver: Receiver) -> None:
+    """Of several rows the first that has one; an event of a batch has its own."""
+    facts = ('{"n":1}', f'{{"trace":"{TRACE}"}}', f'{{"trace":"{OTHER}"}}')
+    for serial, form in enumerate(("webhook", "cloudevents-batch"), 1):
+        async with open_transport(delivery(receiver.port, form=form, traceparent="trace")) as transport:
+            await transport.send(DESTINATION, made(*facts, serial=serial))
+    webhook, batch = receiver.requests
+    assert webhook.headers["traceparent"] == batch.headers["traceparent"] == TRACE
+    assert [one.get("traceparent") for one in json.loads(batch.body)] == [None, TRACE, OTHER]
+    for event in json.loads(batch.body):
+        read_event(json.dumps(event).encode())
+
+
+@pytest.mark.parametrize("fact", UNFIT.values(), ids=UNFIT)
+async def test_a_row_without_a_valid_trace_is_sent_without_the_header(receiver: Receiver, fact: str) -> None:
+    async with open_transport(delivery(receiver.port, traceparent="trace")) as transport:
+        await transport.send(DESTINATION, made(fact))
+    [request] = receiver.requests
+    assert not {"traceparent", "x"} & request.headers.keys()
+    assert json.loads(request.body)["facts"] == [json.loads(fact)]
+
+
+async def test_without_the_setting_no_trace_is_sent(receiver: Receiver) -> None:
+    async with open_transport(delivery(receiver.port)) as transport:
+        await transport.send(DESTINATION, made(f'{{"traceparent":"{TRACE}"}}'))
+    assert "traceparent" not in receiver.requests[0].headers
+
+
 def test_a_sender_of_single_events_makes_transactions_of_one_fact() -> None:
     settings = SenderSettings(facts="orders", delivery=Delivery(form="cloudevents"))
     assert settings.bounds.terms().pdus == 1

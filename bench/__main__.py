@@ -20,6 +20,7 @@ BENCHMARKS = {
     "storm": "Reconnect storm: many clients resume from one token, against the same bytes from memory",
     "spark": "Spark: ids read from a tube against Spark JDBC in order",
     "pipeline": "Pipeline: enrichment against its floor, backfills into each downstream, and the time of one change",
+    "local": "The local engine: from an UPDATE to its row in Postgres, and backfills, with processor time",
     "lakes": "Lakes: small batches into a large table: bytes, disk and readers, against the same rows written at once",
     "copies": "Copies: a table and its changes into Parquet and Postgres, beside dlt and a program by hand",
     "commits": "Small commits: single rows to many clients, p50 / p99 and processor time, against NATS",

@@ -122,8 +122,13 @@ class Reporter:
         self._clients: list[BlockingClient] = []
         self._quiet_until = 0.0
 
-    def send(self, report: BatchReport) -> None:
-        """Send a report. After a failure no reports are sent for `SILENCE` seconds."""
+    @property
+    def name(self) -> str:
+        """The name under which the source keeps the last report."""
+        return self._name
+
+    def send(self, report: BatchReport, more: Mapping[str, object] | None = None) -> None:
+        """Send a report, with `more` counts. After a failure no reports are sent for `SILENCE` seconds."""
         if time.monotonic() < self._quiet_until:
             return
         try:
@@ -131,7 +136,7 @@ class Reporter:
                 name = f"{self._name}-report"
                 self._clients = [endpoint_of(one, timeout=PATIENCE).connect(name) for one in self._islands]
             for client in self._clients:
-                client.report(self._tube, self._name, report.counts())
+                client.report(self._tube, self._name, {**report.counts(), **(more or {})})
         except ReplicadError as error:
             self._quiet_until = time.monotonic() + SILENCE
             log.debug("report_failed", error=str(error))

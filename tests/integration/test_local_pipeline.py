@@ -156,6 +156,30 @@ async def test_a_downstream_that_was_put_back_is_noticed(shop: Shop) -> None:
         await eventually(shop.is_equal)
 
 
+async def test_a_downstream_and_a_checkpoint_that_were_put_back_together_are_noticed(shop: Shop) -> None:
+    """They agree with each other, but the source knows of later batches, whose pods are acked."""
+    await eventually_backfilled(shop)
+    psql(shop.target, "CREATE TABLE saved AS SELECT * FROM replicad_pipeline.replicad_batches")
+    saved = {path: path.read_text() for path in shop.config.checkpoint.iterdir() if path.is_file()}
+    psql(shop.source, "UPDATE customer SET name = 'later' WHERE id < 10")
+    await eventually_backfilled(shop)
+    psql(
+        shop.target,
+        "UPDATE replicad_pipeline.replicad_batches b SET batch = s.batch FROM saved s WHERE s.query = b.query",
+        "UPDATE customer SET name = 'older' WHERE id < 10",
+        "DROP TABLE saved",
+    )
+    for path, text in saved.items():
+        path.write_text(text)
+    with pytest.raises(
+        UsageError, match="put back together with the checkpoint, or both are new"
+    ):
+        await trio.to_thread.run_sync(shop.run)
+    async with running(replace(shop.config, rebuild=True)):
+        await eventually(shop.is_equal)
+    assert (await trio.to_thread.run_sync(shop.run)).batches == 0
+
+
 async def test_a_refused_row_is_parked_and_the_others_are_written(shop: Shop) -> None:
     await eventually_backfilled(shop)
     psql(shop.target, "ALTER TABLE customer ADD CHECK (name <> 'bad')")

@@ -42,7 +42,7 @@ from replicad.eventlog import get_logger
 from replicad.protocol.tokens import Cursor
 from replicad.retry import Backoff
 from replicad.spark.checkpoint import LocalCheckpoint
-from replicad.spark.database import connection, driver_error, forget, quote
+from replicad.spark.database import connection, driver_error, forget, literal, patiently, quote
 from replicad.spark.enrich import PIECE, EnrichedRows, Enricher
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.local.backlog import Backlog
@@ -60,6 +60,9 @@ from replicad.spark.touches import Control, deduplicate, touch_schema
 from replicad.sqlstates import CONSTRAINT_OF_OTHERS, NO_TABLE, means
 
 STATE = "replicad-local"  # in the checkpoint
+_REPORTED = """
+SELECT (counts ->> 'newest')::bigint FROM {schema}.tube_report
+WHERE tube = {tube} AND reporter = {reporter} AND counts ->> 'query' = {query}"""
 GARBAGE = 50_000  # stale ids in one step
 FRUITLESS = 10  # steps of garbage in a row that return the same ids
 AT_ONCE = 10_000  # touches of a batch whose rows are looked up before its transaction begins
@@ -175,6 +178,7 @@ class DownstreamThread:
             config.source, config.name if len(config.downstreams) == 1 else f"{config.name}/{name}"
         )
         self._unreported: PipelineResult = PipelineResult()
+        self._last: BatchReport | None = None  # that was not sent
         self._reported_at = 0.0
         self._looked_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"replicad-{name}", daemon=True)
@@ -259,6 +263,7 @@ class DownstreamThread:
             if not self._stopping.is_set():
                 self.failure = error
         finally:
+            self._send_report(now=True)
             forget(self._config.database)
             if self._maker.url is not None:
                 forget(self._maker.url)
@@ -275,6 +280,7 @@ class DownstreamThread:
             return
         chunks = self._log.take(self.name, 0.5)
         if not chunks:
+            self._send_report()
             return
         self._busy = True
         try:
@@ -400,11 +406,15 @@ class DownstreamThread:
             for name, number in known.get("last", {}).items()
             if name in last and (last[name].restored or last[name].whole < number)
         ]
-        if replaced or behind:
-            which = (replaced or behind)[0]
+        newest, reported = max((one.newest for one in last.values()), default=-1), self._reported()
+        if replaced or behind or reported > newest:
+            which = next(iter(replaced or behind), "")
             why = (
                 f"table {which} was dropped, restored or replaced"
                 if replaced
+                else f"the source knows batch {reported} of it, and its last one is {newest}: it was put back "
+                "together with the checkpoint, or both are new"
+                if not behind
                 else f"{which} has batch {last[which].whole} as its last one, and batch {known['last'][which]} was "
                 "acked, so it was put back from an older copy"
             )
@@ -415,10 +425,32 @@ class DownstreamThread:
                 )
             tables = schedule_backfill(self._config)
             log.warning("downstream_rebuilt", downstream=self.name, tables=tables)
-        self._number = max((one.newest for one in last.values()), default=-1) + 1
+        self._number = max(newest, reported) + 1
         self._recorded = {name: one.whole for name, one in last.items() if one.whole >= 0}
         self._identities = {name: one for name, one in identities.items() if one}
         self._record()
+
+    def _reported(self) -> int:
+        """The last batch that the source knows of, by a report of this pipeline; -1 if there is none."""
+        sql = _REPORTED.format(
+            schema=quote(self._config.tube_schema),
+            tube=literal(self._config.tube),
+            reporter=literal(self._reporter.name),
+            query=literal(self._shared.query),
+        )
+
+        def work(driver: Any) -> int:
+            with driver.cursor() as cursor:
+                cursor.execute(sql)
+                return int((cursor.fetchone() or [-1])[0])
+
+        try:
+            return patiently(self._config.database, work, patience=PATIENCE)
+        except DatabaseUnavailable:
+            raise
+        except DatabaseError as error:  # the role may not read it
+            log.warning("reports_not_read", error=str(error))
+            return -1
 
     def _record(self) -> None:
         self._shared.record(self.name, {"identity": self._identities, "last": self._recorded})
@@ -719,20 +751,26 @@ class DownstreamThread:
     def _report(self, report: BatchReport) -> None:
         self._shared.count(report)
         log.info("batch_done", downstream=self.name, **report.counts())
-        self._unreported = self._unreported.plus(report)
-        if time.monotonic() < self._reported_at + REPORT_EVERY:
+        self._unreported, self._last = self._unreported.plus(report), report
+        self._send_report()
+
+    def _send_report(self, *, now: bool = False) -> None:
+        """Send the counts since the last report, every `REPORT_EVERY` seconds. The source keeps it."""
+        last, total = self._last, self._unreported
+        if last is None or (time.monotonic() < self._reported_at + REPORT_EVERY and not now):
             return
-        total, self._unreported, self._reported_at = self._unreported, PipelineResult(), time.monotonic()
+        self._last, self._unreported, self._reported_at = None, PipelineResult(), time.monotonic()
         self._reporter.send(
             replace(
-                report,
+                last,
                 pods=total.pods,
                 ids=total.ids,
                 written=total.rows_written,
                 deleted=total.rows_deleted,
                 garbage=total.garbage,
                 seconds=total.seconds,
-            )
+            ),
+            {"query": self._shared.query, "newest": self._number - 1},
         )
 
 

@@ -38,6 +38,7 @@ include = ["public.item"]
 {downstream}
 [run]
 engine = "local"
+name = "{name}"
 checkpoint = "checkpoint-{name}"
 trigger = 0
 """

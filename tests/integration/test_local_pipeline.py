@@ -171,9 +171,7 @@ async def test_a_downstream_and_a_checkpoint_that_were_put_back_together_are_not
     )
     for path, text in saved.items():
         path.write_text(text)
-    with pytest.raises(
-        UsageError, match="put back together with the checkpoint, or both are new"
-    ):
+    with pytest.raises(UsageError, match="put back together with the checkpoint, or both are new"):
         await trio.to_thread.run_sync(shop.run)
     async with running(replace(shop.config, rebuild=True)):
         await eventually(shop.is_equal)

@@ -41,6 +41,29 @@ def test_the_nav_names_every_page_once() -> None:
     assert all((ROOT / source).exists() for source in HOOK["BESIDE"])
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("fastapi", "howto/fastapi.md"),
+        ("asyncio", "streams.md"),
+        ("pgbouncer", "howto/poolers.md"),
+        ("uuid", "tubes.md"),
+        ("update", "changes.md"),
+        ("delete", "changes.md"),
+        ("django", "howto/django.md"),
+        ("node", "streams.md"),
+        ("celery", "howto/celery.md"),
+        ("sqlalchemy", "howto/outbox.md"),
+        ("nginx", "howto/sse-nginx.md"),
+        ("nats jetstream", "nats.md"),
+    ],
+)
+def test_the_search_of_the_site_finds_a_page_that_answers(words: str, page: str) -> None:
+    """The site's search matches whole words of the pages (lunr), and the pages of its nav are what it indexes."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").lower()
+    assert all(re.search(rf"\b{word}\b", text) for word in words.split())
+
+
 def test_make_docs_makes_every_generated_page() -> None:
     target = re.search(r"^docs:.*?\n\n", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert target is not None

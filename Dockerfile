@@ -41,7 +41,7 @@ RUN set -eu; \
 USER replicad
 WORKDIR /var/lib/replicad
 VOLUME /var/lib/replicad
-# PYTHONMALLOC: memory that a crowd of clients took goes back to the system page by page (docs/operating.md, Sizing)
+# PYTHONMALLOC: memory that a crowd of clients took goes back to the system page by page (docs/limits.md, Sizing)
 ENV PYTHONUNBUFFERED=1 PYTHONMALLOC=malloc
 EXPOSE 9009
 # Connects to 127.0.0.1:9009 and waits for the SERVER line, with REPLICAD_TOKEN also for the answer to a request. With TLS

@@ -21,7 +21,7 @@ HEAD = """# Commands
 Made from the program by `make docs`; `replicad COMMAND --help` prints the same.
 
 Every command has `--help` (`-h`), and `--debug`, which shows the traceback of a failure. Commands that work on a
-database or query a daemon have `--context NAME` too. [operating.md](operating.md#the-command-line) has the exit
+database or query a daemon have `--context NAME` too. [command-line.md](command-line.md) has the exit
 statuses and the contexts, and explains which database a command works on.
 An option that has a variable can be set by it; the option overrides the variable.
 """

@@ -1,4 +1,4 @@
-"""What the console is shown with, in its test and in the pictures of docs/operating.md."""
+"""What the console is shown with, in its test and in the pictures of docs/metrics.md."""
 
 from __future__ import annotations
 

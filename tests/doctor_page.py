@@ -1,4 +1,4 @@
-"""The table of checks in docs/operating.md, made from the declarations; make it anew after a change:
+"""The table of checks in docs/doctor.md, made from the declarations; make it anew after a change:
 
 python -m tests.doctor_page
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from replicad.operations.doctor.checks import CHECKS
 
-PAGE = Path(__file__).parents[1] / "docs/operating.md"
+PAGE = Path(__file__).parents[1] / "docs/doctor.md"
 SECTION = re.compile(r"(<!-- checks -->\n).*?(<!-- end of checks -->)", re.DOTALL)
 
 

@@ -1,6 +1,6 @@
 """Everyday events of an installation: what causes each, where it is seen, and the remedy that is printed.
 
-docs/operating.md lists them (`python -m tests.everyday_page`). tests/integration/test_everyday_events.py causes them
+docs/everyday.md lists them (`python -m tests.everyday_page`). tests/integration/test_everyday_events.py causes them
 on a real Postgres, with the least roles, looks as a role that only looks, and runs the printed remedies word for word.
 """
 

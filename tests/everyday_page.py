@@ -1,4 +1,4 @@
-"""The table of everyday events in docs/operating.md, made from tests/everyday.py; make it anew after a change:
+"""The table of everyday events in docs/everyday.md, made from tests/everyday.py; make it anew after a change:
 
 python -m tests.everyday_page
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.everyday import APP, EVENTS, OPERATOR, OWNER, Event
 
-PAGE = Path(__file__).parents[1] / "docs/operating.md"
+PAGE = Path(__file__).parents[1] / "docs/everyday.md"
 SECTION = re.compile(r"(<!-- everyday events -->\n).*?(<!-- end of everyday events -->)", re.DOTALL)
 ROLES = {
     "daemon": "the daemon's role",

@@ -1,4 +1,4 @@
-"""The table of exit statuses in docs/operating.md, made from the declaration; make it anew after a change:
+"""The table of exit statuses in docs/command-line.md, made from the declaration; make it anew after a change:
 
 python -m tests.exits_page
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from replicad.errors import ReplicadError, by_code
 from replicad.terminal.failures import EXITS, Exit, exit_of
 
-PAGE = Path(__file__).parents[1] / "docs/operating.md"
+PAGE = Path(__file__).parents[1] / "docs/command-line.md"
 SECTION = re.compile(r"(<!-- exits -->\n).*?(<!-- end of exits -->)", re.DOTALL)
 
 

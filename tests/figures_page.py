@@ -1,4 +1,4 @@
-"""The tables of figures in docs/operating.md, made from the declarations; make them anew after a change:
+"""The tables of figures in docs/metrics.md, made from the declarations; make them anew after a change:
 
     python -m tests.figures_page
 
@@ -19,7 +19,7 @@ from replicad.sender import serving as sender_serving
 from replicad.streams.serving import service as of_streams
 from replicad.tubes.serving import service as tube_service
 
-PAGE = Path(__file__).parents[1] / "docs/operating.md"
+PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 SECTION = re.compile(r"(<!-- figures of ([A-Za-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PARTS: dict[str, Sequence[Family]] = {
     "the exporter": (*server.FAMILIES, metrics.LEFT_OUT),

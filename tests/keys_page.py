@@ -3,7 +3,7 @@
     python -m tests.keys_page
 
 A table stands between `<!-- keys of NAME -->` and `<!-- end of keys -->`: in docs/pipeline-file.md one for each section
-of a pipeline, in docs/operating.md the one of the file for `replicad apply`. The options of commands are keys too:
+of a pipeline, in docs/command-line.md the one of the file for `replicad apply`. The options of commands are keys too:
 `tests.commands_page` makes their page.
 """
 
@@ -21,7 +21,7 @@ from replicad.spark.pipeline_file import DOWNSTREAMS, SOURCE
 from replicad.terminal.desired import SectionKey, value_of
 
 DOCS = Path(__file__).parents[1] / "docs"
-PIPELINE, DESIRED = DOCS / "pipeline-file.md", DOCS / "operating.md"
+PIPELINE, DESIRED = DOCS / "pipeline-file.md", DOCS / "command-line.md"
 PAGES = (PIPELINE, DESIRED)
 TABLE = re.compile(r"(<!-- keys of ([a-z ]+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 PIPELINES: Mapping[str, Sequence[Key]] = {

@@ -89,7 +89,7 @@ def apply(file: Path, as_json: bool, **options: Any) -> None:
     A second time it changes nothing. It removes nothing: objects of the database that are not in the file are printed
     with the command that removes them. If something is there and cannot be changed to what the file says, or a table is
     missing, nothing is changed at all. Changes are made one after the other; if one fails, repeat the command when its
-    reason is removed. `replicad plan` shows the differences first. docs/operating.md describes the file.
+    reason is removed. `replicad plan` shows the differences first. docs/command-line.md describes the file.
     """
     from replicad.terminal.desired import Action, compare, make
 

@@ -1,7 +1,7 @@
 """The report of a running daemon about itself: figures, obstacles to serving, and details. Knows no HTTP.
 
 Each part of the daemon with figures is a `Source`. It declares its figures once (`Family`), so that the table of
-docs/operating.md and the exported figures cannot differ. A source answers from memory and never waits. Figures that
+docs/metrics.md and the exported figures cannot differ. A source answers from memory and never waits. Figures that
 only Postgres knows come from its `look`, which the exporter calls with a limit of time, and only while somebody asks.
 
 The facts of a stream, a tube, a partition or a daemon are columns (`StateColumn`), which all views show.

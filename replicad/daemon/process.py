@@ -137,7 +137,7 @@ class CycleCollector(trio.abc.Instrument):
 # rush and keep its pages. Elsewhere (musl, macOS) nothing is done.
 #
 # Python's own allocator has blocks of 1 MiB, and each stays as long as one small object in it lives. So the unit and
-# the image start the daemon with PYTHONMALLOC=malloc (docs/operating.md, "Sizing").
+# the image start the daemon with PYTHONMALLOC=malloc (docs/limits.md, "Sizing").
 
 
 LOOK = 2.0  # seconds

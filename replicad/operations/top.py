@@ -331,7 +331,7 @@ def status(as_json: bool, **options: Any) -> int:
     """Show the name of the database, the daemons that serve it, and all streams and tubes with their problems.
 
     It is `replicad top --once` with the server's version. `replicad doctor` checks more, and says what to do. If the
-    database cannot be used, the exit status says why (docs/operating.md). --json prints one object.
+    database cannot be used, the exit status says why (docs/command-line.md). --json prints one object.
     """
     settings = read_settings(DatabaseSettings, options)
     with database_url(settings) as url:

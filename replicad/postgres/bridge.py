@@ -413,7 +413,7 @@ async def open_database(
     for the driver, if none is running. With `identify`, `Database.backends` lists our processes. `by_index`: statements
     read large tables in the order of an index, and keep one plan. Pools with one `fence` use connections to one run of
     one server only. `local_commits`: a commit waits for the local disk, and for no standby, whatever Postgres is set to
-    (docs/operating.md has a table of the data that is written so).
+    (docs/limits.md has a table of the data that is written so).
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
     `min_version`), each with a sentence for the operator.

@@ -522,8 +522,8 @@ async def test_a_sequence_that_a_framework_has_set_to_its_last_row_shares_the_ro
 
 @pytest.mark.parametrize("kind", ["integer GENERATED ALWAYS AS IDENTITY", "serial"])
 async def test_a_live_stream_goes_from_integer_to_bigint_as_the_page_says(db: Database, kind: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```sql\n(BEGIN;.*?)```", page[page.index("### From integer to bigint") :], re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sql\n(BEGIN;.*?)```", page[page.index("## From integer to bigint") :], re.DOTALL)
     await db.execute(f"CREATE TABLE notes (id {kind} PRIMARY KEY, body text)")
     stream = (await Registry(db).add("notes", "notes", "id")).stream
     await db.execute("INSERT INTO notes (body) SELECT 'x' FROM generate_series(1, 20)")

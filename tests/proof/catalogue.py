@@ -108,7 +108,7 @@ def everyday() -> tuple[Fault, ...]:
         Fault(
             event.name,
             event.title,
-            "It is seen in the views that docs/operating.md lists, and the printed remedy ends it.",
+            "It is seen in the views that docs/everyday.md lists, and the printed remedy ends it.",
             "",
             ("TCP" if event.kind == "stream" else "tubes",),
             ((("TCP" if event.kind == "stream" else "tubes",), (Command(f"{EVERYDAY}[{event.name}]"),)),),

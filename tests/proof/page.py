@@ -71,7 +71,7 @@ def _everyday(runs: dict[str, Any]) -> str:
         "## Everyday events\n",
         "Each is caused in one database with one daemon. A role that only looks sees it, and it ends when the printed",
         "remedy was run word for word by the role that it names.",
-        "[Operating](operating.md#everyday-events) has the remedies.\n",
+        "[Operating](everyday.md) has the remedies.\n",
         "| event | part | command | result |",
         "|---|---|---|---|",
     ]

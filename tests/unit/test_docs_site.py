@@ -100,7 +100,7 @@ def test_links_lead_to_the_pages_of_the_site_and_to_nothing_else() -> None:
 
 
 def test_the_page_says_how_many_connections_a_daemon_makes() -> None:
-    page, limits = (ROOT / "docs/operating.md").read_text(encoding="utf-8"), Limits()
+    page, limits = (ROOT / "docs/limits.md").read_text(encoding="utf-8"), Limits()
     numbers = limits.database_connections, limits.catchup_connections, limits.tube_connections
     assert numbers == (8, 4, 4)
     total = most_connections(limits)
@@ -113,7 +113,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "site/operating.html").read_text(encoding="utf-8")
+    page = (tmp_path / "site/metrics.html").read_text(encoding="utf-8")
     assert 'src="images/console.png"' in page
     assert (tmp_path / "site/images/console.png").exists()
     assert (tmp_path / "site/search/search_index.json").stat().st_size > 100_000

@@ -17,7 +17,13 @@ from tests.source import ROOT
 
 TESTS = ROOT / "tests"
 LISTED: dict[str, dict[str, str | list[str]]] = tomllib.loads((TESTS / "promises.toml").read_text(encoding="utf-8"))
-PAGES = ("docs/access.md", "docs/transports.md", "docs/operating.md", "SECURITY.md")
+PAGES = (
+    *(
+        f"docs/{name}.md"
+        for name in ("access", "transports", "operating", "limits", "command-line", "doctor", "metrics")
+    ),
+    "SECURITY.md",
+)
 WORDS = re.compile(r"\b(?:never|nothing|only|cannot)\b", re.IGNORECASE)
 ITEM = re.compile(r"(?:-|\d+\.) ")
 END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z*`(\[])")  # of a sentence, before the next one

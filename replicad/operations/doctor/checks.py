@@ -1,6 +1,6 @@
 """The checks of `replicad doctor`: of the database, streams, tubes and senders, and how they are run.
 
-The table of docs/operating.md and the tests come from the declarations. Checks run one after the other, each within a
+The table of docs/doctor.md and the tests come from the declarations. Checks run one after the other, each within a
 bounded time.
 """
 
@@ -239,7 +239,7 @@ async def _clients(seen: Evidence) -> Iterable[Finding]:
     found = [
         warning(
             f"client {cut['name'] or cut['peer']} was cut {cut['ago_s']:.0f} s ago ({cut['reason']}): {cut['why']}",
-            "`replicad clients` lists all; docs/operating.md has each limit",
+            "`replicad clients` lists all; docs/limits.md has each limit",
         )
         for cut in cuts
         if cut["ago_s"] < RECENT
@@ -341,7 +341,7 @@ DATABASE_CHECKS = (
         "which clients a daemon has cut, with --http",
         "one was cut in the last hour",
         "the daemon does not answer over HTTP",
-        "`replicad clients`; docs/operating.md has each limit and its setting",
+        "`replicad clients`; docs/limits.md has each limit and its setting",
         _clients,
         needs=None,
     ),

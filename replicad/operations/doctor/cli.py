@@ -40,7 +40,7 @@ def command(as_json: bool, nagios: bool, http: str | None, **options: Any) -> in
     """Check the database, streams, tubes, leases, daemons and more; print a line for each, with the remedy.
 
     Changes nothing. The exit status is 0 if all is fine, 1 with warnings, 2 if something is failing. Run it as the
-    daemon's user of the database, so that it sees what the daemon may do. docs/operating.md lists the checks.
+    daemon's user of the database, so that it sees what the daemon may do. docs/doctor.md lists the checks.
     """
     if as_json and nagios:
         raise UsageError("--json and --nagios are both given; give one of them")

@@ -64,7 +64,7 @@ INDEX = """replicad
 /readyz   200 if Postgres answers and every stream and tube is served, else 503 with the reasons
 /status   the same and more, as JSON
 /clients  connected clients, and clients that were cut, as JSON
-/metrics  for Prometheus; docs/operating.md has the table
+/metrics  for Prometheus; docs/metrics.md has the table
 /console  all of this for people, in a browser
 /streams/NAME/rows?after=TOKEN&limit=N  rows, a line of JSON for each; docs/transports.md
 /streams/NAME/rows?after=TOKEN&live=20s  the same; waits until there are rows

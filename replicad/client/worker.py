@@ -12,7 +12,7 @@ partition has pods or its lease is free.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -140,6 +140,7 @@ class Work:
 
 
 ERROR_LENGTH = 2000  # characters of an error that is kept with what it parked
+SHORTEST_ERROR = 60  # characters of each of several errors that are kept together
 
 T = TypeVar("T")
 
@@ -149,7 +150,7 @@ log = get_logger(__name__)
 READ_PODS = 1000  # in one answer
 READ_IDS = 10_000  # in one answer, about: adding them to the ledger takes 10 ms, in which nothing else runs
 LOG_INTERVAL = 1.0  # seconds between two entries of the log about failed calls: a burst of poison fails thousands
-PARKED_AT_ONCE = 100  # ids, after which their pods are acked
+PARKED_AT_ONCE = 500  # ids, after which their pods are acked; those of one pod are parked with one request
 EARLY_MOST = 500  # pods above the tube's position that were read and not acked: PODS lists them in its line
 TABLES_ASKED = 60.0  # seconds for which the name of a table is used
 BACKFILL_SHARE = 0.5  # of the memory: the rest is for live pods
@@ -432,7 +433,9 @@ class Partition:
         planned = await self._client.plan(
             self._tube, self.part, self._lease.term, self._cursor, limit=1, backfill=backfill
         )
-        if planned.pods and await self._put_aside(_last(self._cursor, planned.cursor), [], self._failed_reads, error):
+        if planned.pods and await self._put_aside(
+            _last(self._cursor, planned.cursor), [], self._failed_reads, _text(error)
+        ):
             self._cursor = planned.cursor
             self._failed_reads = 0
             self._read_at = 0.0
@@ -454,7 +457,7 @@ class Partition:
             pod, before = await self._controls.take()
             successes = self._triage.successes
             if (verdict := self._attempts.verdict(control_key(pod.seq))) is not None:
-                if await self._put_aside(pod.seq, [], 1, verdict):
+                if await self._put_aside(pod.seq, [], 1, _text(verdict)):
                     self._ledger.forget(pod.seq)
                     self._stirred.set()
                 continue
@@ -477,7 +480,7 @@ class Partition:
         tries = 1
         while error is not None:
             if self._may_park(tries, successes):
-                if await self._put_aside(pod.seq, [], tries, error):
+                if await self._put_aside(pod.seq, [], tries, _text(error)):
                     self._ledger.forget(pod.seq)
                     self._stirred.set()
                 return
@@ -526,7 +529,7 @@ class Partition:
             )
         except DownstreamError as error:
             say.error("garbage_kept", error=str(error))
-            if await self._put_aside(pod.seq, [], FRUITLESS_STEPS, error):
+            if await self._put_aside(pod.seq, [], FRUITLESS_STEPS, _text(error)):
                 self._ledger.forget(pod.seq)
         else:
             say.info("garbage_collected", ids=garbage)
@@ -631,16 +634,15 @@ class Partition:
         self._processed = anyio.Event()
         self._stirred.set()
 
-    async def _put_aside(self, seq: int, ids: list[int], tries: int, error: Exception) -> bool:
+    async def _put_aside(self, seq: int, ids: list[Key], tries: int, error: str) -> bool:
         """Park ids of a pod, or all of it; False if the daemon refused, which ends the lease."""
-        text = " ".join(repr(error).split())[:ERROR_LENGTH]
         try:
-            await self._client.park(self._tube, self.part, self._lease.term, seq, ids, tries=tries, error=text)
+            await self._client.park(self._tube, self.part, self._lease.term, seq, ids, tries=tries, error=error)
         except ReplicadError as refused:  # the lease is over; `run` raises it
             self._lease.lose(refused)
             return False
         self._counts.parked += max(1, len(ids))
-        self._log.warning("parked", seq=seq, ids=ids or "all", tries=tries, error=repr(error))
+        self._log.warning("parked", seq=seq, ids=ids or "all", tries=tries, error=error)
         return True
 
     async def _park_failed(self) -> None:
@@ -649,18 +651,32 @@ class Partition:
             failed = [await self._to_park.take()]
             while self._to_park and len(failed) < PARKED_AT_ONCE:
                 failed.append(await self._to_park.take())
-            alike: dict[tuple[int, int, str], tuple[list[int], Exception]] = {}  # ids of one pod with one error
+            of_pods: dict[tuple[int, int], dict[Key, Exception]] = {}  # by seq and tries
             for touch, tries, error in failed:
                 for seq in touch.seqs:
-                    alike.setdefault((seq, tries, repr(error)), ([], error))[0].append(touch.id)
-            for (seq, tries, _), (ids, error) in alike.items():
-                if not await self._put_aside(seq, ids, tries, error):
+                    of_pods.setdefault((seq, tries), {})[touch.id] = error
+            for (seq, tries), errors in of_pods.items():
+                if not await self._put_aside(seq, list(errors), tries, _text_of(errors)):
                     return
             keys = [row_key(touch) for touch, _, _ in failed]
             self._attempts.forget(keys)
             for key in keys:
                 self._triage.failing.pop(key, None)
             self._finish([touch for touch, _, _ in failed])
+
+
+def _text(error: Exception, most: int = ERROR_LENGTH) -> str:
+    """An error as it is kept with what it parked."""
+    return " ".join(repr(error).split())[:most]
+
+
+def _text_of(errors: Mapping[Key, Exception]) -> str:
+    """The errors of ids that are parked together: one that all have, or each with its id, as far as there is room."""
+    texts = {id: _text(error) for id, error in errors.items()}
+    if len({*texts.values()}) == 1:
+        return next(iter(texts.values()))
+    room = max(SHORTEST_ERROR, ERROR_LENGTH // len(texts) - 2)
+    return "; ".join(f"{id}: {text}"[:room] for id, text in texts.items())[:ERROR_LENGTH]
 
 
 def _last(before: Cursor, after: Cursor) -> int:

@@ -56,6 +56,9 @@ async def test_good_ids_behind_three_hundred_poison_ids_are_processed_and_the_po
         await until(lambda: worker.statistics.parked == 300)
         nursery.cancel_scope.cancel()
     assert await queue.fetch_value(PARKED) == 300
+    rows = await queue.fetch("SELECT ids, error FROM tube.tube_parked")
+    assert all(f"{row['ids'][0]} cannot be written" in row["error"] for row in rows)
+    assert len(rows) < 300 or size == 1, "ids of one pod are parked together, each with its error"
 
 
 async def test_good_ids_are_processed_at_a_hundred_in_a_second_beside_nine_times_as_many_poison_ids(

@@ -162,8 +162,11 @@ def test_the_names_of_every_released_version_are_known_to_the_installer() -> Non
 async def test_an_upgraded_release_has_the_catalogue_of_a_fresh_installation(
     before: str, database: Database, other: Database
 ) -> None:
+    installed = await database.fetch_value("SELECT version FROM replicad.stream_version")
     outcomes = await install_all(database)
-    assert outcomes["stream"] is Outcome.UPGRADED
+    same = installed == schema.PARTS["stream"].version  # right after a release its version is the present one
+    assert outcomes["stream"] is (Outcome.UNCHANGED if same else Outcome.UPGRADED)
+    assert before != "present" or not same
     await install_all(other)
     assert await catalogue.lines(database) == await catalogue.lines(other)
     assert set((await install_all(database)).values()) == {Outcome.UNCHANGED}

@@ -59,6 +59,7 @@ from replicad.groups import leaves, raise_as_it_was
 from replicad.loops import calling, open_plain_tasks, outliving
 from replicad.protocol.tokens import START, Cursor
 from replicad.retry import Backoff
+from replicad.tracing import span
 from replicad.tubes.commands import MAX_TABLES, Part
 from replicad.tubes.keys import Key
 
@@ -561,7 +562,16 @@ class Partition:
         self._work_for.history.note(self._lease.generation, max(touch.seq for touch in whole.touches))
         async with self._work_for.turns.turn(alone=trial.alone), self._attempts.call(keys, alone=trial.alone):
             began = anyio.current_time()
-            error = await self._attempt(self._work_for.handle, whole)
+            about: dict[str, str | int] = {
+                "messaging.system": "replicad",
+                "messaging.destination.name": self._tube,
+                "messaging.destination.partition.id": str(self.part),
+                "messaging.batch.message_count": len(trial.touches),
+            }
+            with span("replicad handle", "CONSUMER", about) as opened:
+                error = await self._attempt(self._work_for.handle, whole)
+                if error is not None:
+                    opened.fail(repr(error))
             now = anyio.current_time()
         if error is None:
             self._triage.succeeded(trial, now, slow=now - began > self._settings.call_timeout / 4)

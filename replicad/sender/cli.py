@@ -33,6 +33,7 @@ from replicad.terminal.command import (
 )
 from replicad.terminal.database import database_url, on_database
 from replicad.terminal.output import echo, print_rows
+from replicad.tracing import exported
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -136,7 +137,8 @@ def command(ctx: click.Context, /, config: Path | None, moves: tuple[str, ...], 
             ),
             moves=dict(_move(text, program.sender.facts) for text in moves),
         )
-        _run(sender)
+        with exported("replicad-sender"):
+            _run(sender)
 
 
 @command.command(

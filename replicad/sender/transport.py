@@ -43,6 +43,7 @@ from replicad.sender.settings import (
     glob,
     is_public,
 )
+from replicad.tracing import TRACEPARENT, span
 
 FAILURES = (
     httpcore.TimeoutException,
@@ -179,7 +180,13 @@ class RequestBuilder:
             return self._parse(destination, transaction)
         return kept._replace(path=kept.path.replace(place, transaction.encode()))
 
-    def make(self, destination: str, transaction: Transaction, target: TargetUrl) -> httpcore.Request:
+    def parents(self, transaction: Transaction) -> list[str]:
+        """The traceparents of the facts of a transaction, in their order."""
+        return [parent for parent in map(self._traceparent, transaction.pdus) if parent is not None]
+
+    def make(
+        self, destination: str, transaction: Transaction, target: TargetUrl, traceparent: str | None = None
+    ) -> httpcore.Request:
         """The request; `target` is that of the destination and the transaction."""
         settings = self._settings
         content_type, body = self._content(transaction)
@@ -194,9 +201,8 @@ class RequestBuilder:
         ]
         if settings.form != MATRIX:
             headers.append((b"idempotency-key", name))
-        parent = next(filter(None, map(self._traceparent, transaction.pdus)), None)
-        if parent is not None:
-            headers.append((b"traceparent", parent.encode()))
+        if traceparent is not None:
+            headers.append((b"traceparent", traceparent.encode()))
         if settings.secrets.federation_secret is not None:
             headers += self._proof(settings.secrets.federation_secret, destination, transaction, target, body)
         return httpcore.Request(
@@ -285,11 +291,9 @@ class RequestBuilder:
             return None
         fact = json.loads(body)
         value = fact.get(self._settings.traceparent) if isinstance(fact, dict) else None
-        return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
+        return value if isinstance(value, str) and TRACEPARENT.fullmatch(value) else None
 
 
-# W3C Trace Context, version 00: neither id is zero. A later version would have to be parsed by its own rules.
-_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 UPDATE_TYPE = "replicad.update"  # the type of CloudEvents of updates
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
 MAX_NAME = 1000  # bytes of a destination's name; it is part of the keys of tables
@@ -362,7 +366,18 @@ class HttpTransport:
         forbidden = self._outside(destination) or self._unprotected(target)
         if forbidden is not None:
             return SendResult(False, forbidden[:_REASON], forbidden=True)
-        request = self._requests.make(destination, transaction, target)
+        parents = self._requests.parents(transaction)
+        about = {"server.address": target.name, "replicad.transaction": transaction.id}
+        with span("replicad deliver", "CLIENT", about, parents) as opened:
+            traceparent = opened.traceparent or next(iter(parents), None)
+            result = await self._deliver(
+                destination, self._requests.make(destination, transaction, target, traceparent)
+            )
+            if not result.delivered:
+                opened.fail(result.reason)
+        return result
+
+    async def _deliver(self, destination: str, request: httpcore.Request) -> SendResult:
         outcome: SendResult | None = None
         with trio.move_on_after(self._settings.request_timeout):
             try:

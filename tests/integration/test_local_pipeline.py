@@ -152,6 +152,7 @@ async def test_a_downstream_that_was_put_back_is_noticed(shop: Shop) -> None:
     )
     with pytest.raises(UsageError, match="put back from an older copy"):
         await trio.to_thread.run_sync(shop.run)
+    assert psql(shop.source, "SELECT count(*) FROM tube.tube_lease") == "0", "the next pipeline need not wait for it"
     async with running(replace(shop.config, rebuild=True)):
         await eventually(shop.is_equal)
 

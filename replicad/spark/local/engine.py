@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 from replicad.client.blocking_client import BlockingClient
@@ -160,34 +160,43 @@ class _Engine:
 
     def run(self) -> None:
         """Until the end. Raises what ended it."""
-        options = self._config.source
-        with TubeHold(options, holder=self._shared.holder) as hold:
+        with TubeHold(self._config.source, holder=self._shared.holder) as hold:
             hold.partitions()
             term = hold.term()
-            self._shared.enter(hold, term)
-            if self._config.tables is not None:
-                self._look_for_tables()
-            threads = {
-                name: DownstreamThread(name, self._config, self._shared, self._log) for name in self._config.downstreams
-            }
             try:
-                for one in threads.values():
-                    one.prepare()
-                for one in threads.values():
-                    one.start()
-                stream = PodStream(options, f"{hold.holder}/pods")
-                reader = threading.Thread(target=self._read, args=(stream, term), name="replicad-read", daemon=True)
-                reader.start()
-                with closing(stream):
-                    self._watch(hold, threads, reader)
-            finally:
-                self._ending.set()
-                for one in threads.values():
-                    one.stop()
-                for one in threads.values():
-                    one.join()
-            self._ack(hold)
+                self._work(hold, term)
+            except ConnectionLost:
+                raise  # the next try has the same name, and gets the lease at once
+            except BaseException:
+                with suppress(ReplicadError):  # nothing works any more; so the next pipeline need not wait
+                    hold.release()
+                raise
             hold.release()
+
+    def _work(self, hold: TubeHold, term: int) -> None:
+        self._shared.enter(hold, term)
+        if self._config.tables is not None:
+            self._look_for_tables()
+        threads = {
+            name: DownstreamThread(name, self._config, self._shared, self._log) for name in self._config.downstreams
+        }
+        try:
+            for one in threads.values():
+                one.prepare()
+            for one in threads.values():
+                one.start()
+            stream = PodStream(self._config.source, f"{hold.holder}/pods")
+            reader = threading.Thread(target=self._read, args=(stream, term), name="replicad-read", daemon=True)
+            reader.start()
+            with closing(stream):
+                self._watch(hold, threads, reader)
+        finally:
+            self._ending.set()
+            for one in threads.values():
+                one.stop()
+            for one in threads.values():
+                one.join()
+        self._ack(hold)
 
     def _watch(self, hold: TubeHold, threads: dict[str, DownstreamThread], reader: threading.Thread) -> None:
         while True:

@@ -24,16 +24,20 @@ import pyarrow as pa
 from replicad.spark.database import literal, quote
 
 COLUMNS: Final = """
-WITH RECURSIVE typed (number, name, type, modifier) AS (
-  SELECT a.attnum, a.attname, a.atttypid, a.atttypmod FROM pg_catalog.pg_attribute a
-  WHERE a.attrelid = {table}::pg_catalog.regclass AND a.attnum > 0 AND NOT a.attisdropped
+WITH RECURSIVE typed (place, number, name, type, modifier) AS (
+  SELECT r.place, a.attnum, a.attname, a.atttypid, a.atttypmod
+  FROM ROWS FROM (pg_catalog.unnest(ARRAY[{tables}]::text[])) WITH ORDINALITY AS r(tbl, place)
+  JOIN pg_catalog.pg_attribute a ON a.attrelid = r.tbl::pg_catalog.regclass
+  WHERE a.attnum > 0 AND NOT a.attisdropped
   UNION ALL
-  SELECT d.number, d.name, t.typbasetype, t.typtypmod FROM typed d JOIN pg_catalog.pg_type t ON t.oid = d.type
-  WHERE t.typtype = 'd')
-SELECT d.name::text, pg_catalog.format_type(d.type, d.modifier)
-FROM typed d JOIN pg_catalog.pg_type t ON t.oid = d.type WHERE t.typtype <> 'd' ORDER BY d.number
+  SELECT d.place, d.number, d.name, t.typbasetype, t.typtypmod
+  FROM typed d JOIN pg_catalog.pg_type t ON t.oid = d.type WHERE t.typtype = 'd')
+SELECT d.name::text, pg_catalog.format_type(d.type, d.modifier), d.place
+FROM typed d JOIN pg_catalog.pg_type t ON t.oid = d.type WHERE t.typtype <> 'd' ORDER BY d.place, d.number
 """
-"""Names and types of the columns of {table}, a quoted literal. In place of a domain comes what it is made of."""
+"""Names and types of the columns of {tables}, quoted literals with commas, and the number of their table, from 1. In
+place of a domain comes what it is made of.
+"""
 
 _DIGITS = {"smallint": 5, "integer": 10, "bigint": 19}
 _TEXTS = {"text", "character varying", "citext"}
@@ -288,5 +292,5 @@ def read_types(driver: Any, table: str) -> dict[str, str]:
         DatabaseError: there is no such table, or it cannot be looked up.
     """
     with driver.cursor() as cursor:
-        cursor.execute(COLUMNS.format(table=literal(table)))
-        return dict(cursor.fetchall())
+        cursor.execute(COLUMNS.format(tables=literal(table)))
+        return {name: type for name, type, _ in cursor.fetchall()}

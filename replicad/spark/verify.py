@@ -30,6 +30,7 @@ from replicad.spark.enrich import conform, listed
 from replicad.spark.local.config import LocalConfig, SinkMaker
 from replicad.spark.local.tables import TableWork, TubeTable, make_work, tables_of
 from replicad.spark.pipeline_config import PipelineConfig
+from replicad.spark.sinks.base import Sink
 from replicad.spark.tables import UNHELD, Layout
 
 PAGE = 50_000  # rows of one page, on either side
@@ -62,7 +63,7 @@ class TableReport:
 
     `missing`, `extra` and `different` have ids; of the last also the columns. `in_flight`: ids that differ, and whose
     pods were not acked in time, or which a backfill that is under way (`backfilling`) may still bring. `unheld`: rows
-    of the source that the pipeline cannot carry (docs/types.md).
+    of the source that the pipeline cannot carry (docs/types.md). Not `compared`: the downstream cannot be read back.
     """
 
     downstream: str
@@ -75,6 +76,7 @@ class TableReport:
     backfilling: bool = False
     unheld: int = 0
     touched: int = 0
+    compared: bool = True
 
     @property
     def differing(self) -> int:
@@ -86,6 +88,7 @@ class TableReport:
         return {
             "downstream": self.downstream,
             "table": self.table,
+            "compared": self.compared,
             "rows": self.rows,
             **{kind: len(getattr(self, kind)) for kind in (MISSING, EXTRA, DIFFERENT)},
             "in_flight": self.in_flight,
@@ -142,6 +145,9 @@ def verify(
     for name in config.downstreams:
         for table in _chosen_tables(config):
             work = make_work(config, name, table, keys, prepare=False)
+            if type(work.sink).rows is Sink.rows:
+                reports.append(TableReport(name, work.name, compared=False))
+                continue
             for shard in _shards(config, work.enricher.layout, table):
                 title = work.name if table is not None else _table_of(work.enricher.layout, shard)
                 report = TableReport(name, title)
@@ -194,7 +200,11 @@ def wait_of(text: str) -> float:
 
 
 def raise_if_different(reports: Iterable[TableReport]) -> None:
-    """Raises DownstreamDiffers with the sums, if some rows differ, or are in flight: then they are not known."""
+    """Raises DownstreamDiffers with the sums, if some rows differ, or are in flight: then they are not known.
+
+    Raises:
+        UsageError: no row differs, but a downstream could not be compared.
+    """
     reports = list(reports)
     found = [report for report in reports if report.differing]
     if not found:
@@ -203,6 +213,12 @@ def raise_if_different(reports: Iterable[TableReport]) -> None:
             raise DownstreamDiffers(
                 f"{in_flight:,} rows differ and are in flight: their pods were not acked within --wait, or a backfill "
                 "is under way; is the pipeline running? Verify again when the tube is empty (replicad tubes stats)"
+            )
+        left_out = dict.fromkeys(report.downstream for report in reports if not report.compared)
+        if left_out:
+            raise UsageError(
+                f"downstream {', '.join(left_out)} cannot be compared: an index and a class of yours cannot be read "
+                "back; rows of kind postgres, delta and parquet can"
             )
         return
     sums = {kind: sum(len(getattr(report, kind)) for report in found) for kind in (MISSING, EXTRA, DIFFERENT)}
@@ -366,11 +382,7 @@ class _Comparison:
         """Rows of the downstream, in the order of their ids."""
         wanted = None if ids is None else self._array(ids)
         found = self._work.sink.rows(self._work.shape, self._shard, after=after, limit=limit, ids=wanted)
-        if found is None:
-            raise UsageError(
-                f"downstream {self._report.downstream} cannot be read back; rows of kind postgres, delta and parquet "
-                "can be compared"
-            )
+        assert found is not None, "verify asks only downstreams that can be read back"
         schema = pa.schema([self._work.shape.schema.field(name) for name in (self._id, *self._compared)])
         return conform(found, schema).sort_by(self._id)
 
@@ -500,6 +512,8 @@ def _ask(url: str, sql: str, *, path: str | None = None) -> pa.Table:
 
 def summary(report: TableReport) -> str:
     """One line about a table."""
+    if not report.compared:
+        return f"{report.downstream}: {report.table}: not compared, because this downstream cannot be read back"
     counts: Mapping[str, int] = {
         "rows": report.rows,
         MISSING: len(report.missing),

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from replicad.errors import DownstreamDiffers
+from replicad.errors import DownstreamDiffers, UsageError
 from replicad.postgres.bridge import Database
 from replicad.spark import verify as comparing
+from replicad.spark.local.config import SinkMaker
+from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.verify import TableReport, raise_if_different, summary, verify
 from tests.commands import replicad_async
 from tests.conftest import psql
@@ -105,6 +107,16 @@ async def test_nothing_differs_while_a_backfill_is_under_way(shop: Shop, monkeyp
     report = next(one for one in verify(shop.config, wait=0) if one.table == "public.customer")
     assert (report.differing, report.in_flight) == (0, 1)
     assert summary(report).endswith("1 in flight (a backfill is under way), the others equal")
+
+
+async def test_an_index_is_not_called_equal_and_the_others_are_compared(shop: Shop) -> None:
+    index = SinkMaker("bulk", lambda _schema, table: BulkSink("http://127.0.0.1:1", table))
+    reports = verify(replace(shop.config, downstreams={"search": index, **shop.config.downstreams}))
+    assert [one.downstream for one in reports if not one.compared] == 3 * ["search"]
+    assert sum(one.rows for one in reports) == 3 * 400
+    assert summary(reports[0]).endswith("not compared, because this downstream cannot be read back")
+    with pytest.raises(UsageError, match="downstream search cannot be compared"):
+        raise_if_different(reports)
 
 
 async def test_a_row_that_does_not_pass_the_predicate_may_be_missing(shop: Shop) -> None:

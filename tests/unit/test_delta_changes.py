@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from replicad.spark.sinks.base import BatchId, Shape
 from replicad.spark.sinks.delta import CHANGES, ROWS, DeltaSink
 from replicad.spark.sinks.delta_files import files_of
 from replicad.spark.sinks.delta_upkeep import TableUpkeep
+from tests.lengths import LONG
 
 SHAPE = Shape(
     pa.schema([("id", pa.int64()), ("name", pa.string()), ("_shard", pa.int32()), ("_seq", pa.int64())]), "id"
@@ -235,3 +239,61 @@ def test_other_engines_read_the_same_rows(tmp_path: Path, library: str, monkeypa
         assert held(lake.duckdb(connection).to_arrow_table()) == table.model
         connection.register("whole", table.sink.current().to_pyarrow_dataset())  # as the extension `delta` would
         assert held(connection.sql(view).to_arrow_table()) == table.model
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+import test_delta_changes as tests
+from replicad.spark.sinks import delta, delta_upkeep
+delta._DIRECT, delta_upkeep.MERGED = 5, 3
+table = tests.Table(Path({folder!r}), {mode!r})
+table.number = table.sink.last_batch("q").newest + 1
+print("ready", flush=True)
+while True:
+    table.at = 1_000_000.0 + 61 * table.number
+    table.put({{(0, n): f"v{{table.number}}" for n in range(12)}})
+    table.step()
+"""
+
+
+@pytest.mark.parametrize("mode", [ROWS, CHANGES])
+def test_a_reader_sees_whole_batches_beside_a_writer_that_is_killed(tmp_path: Path, mode: str) -> None:
+    """Each batch gives all rows one name, so a reader that sees two names sees half a batch, or half a step."""
+    folder = tmp_path / "t"
+    source = WRITER.format(path=[str(Path(__file__).parent)], folder=str(folder), mode=mode)
+    names: list[str] = []
+    for _ in range(10 if LONG else 2):
+        with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+            until = time.monotonic() + 0.7
+            while time.monotonic() < until:
+                names.append(one_name(folder))
+            writer.kill()
+        names.append(one_name(folder))
+    assert len(set(names)) > 3
+    assert sorted(names, key=lambda name: int(name[1:])) == names, "a later reader sees a later batch"
+
+
+def one_name(folder: Path) -> str:
+    rows = held(Lake(str(folder)).arrow())
+    assert len(rows) in (0, 12)
+    [name] = set(rows.values()) or {"v-1"}
+    return name
+
+
+def test_a_file_that_a_crash_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    table = Table(tmp_path / "t", CHANGES)
+    table.put({(0, 1): "a"})
+    left = table.folder / "changes-left.parquet"
+    left.write_bytes(b"half a fi")
+    table.at = time.time() + 3600
+    table.start()
+    table.step()
+    assert left.exists(), "it may be of a batch under way"
+    table.at = time.time() + 90_000
+    table.step()
+    assert not left.exists()
+    table.check()

@@ -38,6 +38,7 @@ from replicad.spark.sinks.postgres import (
     LoadedRows,
     PostgresSink,
     ask,
+    columns_of,
     key_found,
     key_text,
 )
@@ -330,8 +331,9 @@ class PostgresTables(TableGroup):
             return Applied(repeated=True)
         if constraints.deferrable:
             cursor.execute("SET CONSTRAINTS ALL DEFERRED")
-        for table in staged.values():
-            table.there = table.sink.columns(cursor)
+        types = columns_of(cursor, [table.sink.table for table in staged.values()])
+        for table, there in zip(staged.values(), types, strict=True):
+            table.there = there
         if self._waits is not False:
             for name, table in staged.items():
                 self._come(cursor, batch, name, table)

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 
 from replicad.errors import EnvironmentRefused
 from replicad.spark.enrich import conform
+from replicad.spark.sinks.base import ordered
 
 GONE = "_gone"  # column of changes: the row was deleted
 FILE_BYTES = 64 << 20  # of rows in memory: of a file that we write, and of changes that are merged at once
@@ -177,6 +178,9 @@ class FiledChanges:
 
 def sorted_rows(rows: pa.Table, id_: str) -> pa.Table:
     """The rows in the order of (_shard, id)."""
+    shards = rows.column("_shard")
+    if not len(rows) or pc.all(pc.equal(shards, shards[0])).as_py():
+        return ordered(rows, id_)
     return rows.sort_by([("_shard", "ascending"), (id_, "ascending")])
 
 
@@ -299,7 +303,7 @@ class TableFiles:
         ids = changes.column(self.id).combine_chunks()
         writes = changes.filter(pc.invert(changes.column(GONE)))
         kept = old.filter(pc.invert(pc.is_in(old.column(self.id), value_set=ids)))
-        return pa.concat_tables([kept, conform(writes, self.schema)]).sort_by(self.id)
+        return ordered(pa.concat_tables([kept, conform(writes, self.schema)]), self.id)
 
     def _rows_of_file(self, rows: pa.Table) -> int:
         fit: int = FILE_BYTES * len(rows) // max(1, rows.nbytes)

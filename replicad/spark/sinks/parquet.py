@@ -31,7 +31,7 @@ from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.checkpoint import local_path
 from replicad.spark.columns import grows, remedy
 from replicad.spark.enrich import EnrichedRows, conform
-from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, chosen_rows, written
+from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, chosen_rows, ordered, written
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -335,7 +335,7 @@ class ShardWriter:
 
     def _sorted(self) -> pa.Table:
         assert self._old is not None
-        return pa.concat_tables([self._old, *self._new]).sort_by(self.files.id)
+        return ordered(pa.concat_tables([self._old, *self._new]), self.files.id)
 
     def _close(self) -> None:
         if self._old is not None:
@@ -540,11 +540,13 @@ def _by_shard(changes: Iterable[EnrichedRows], id_: str) -> Iterator[tuple[int, 
     """The writes and deletes of one shard each, sorted by id. What comes of a shard has ascending ids."""
     for change in changes:
         shards = pa.concat_arrays([*change.writes.column("_shard").chunks, *change.deletes.column("_shard").chunks])
-        for shard in sorted(pc.unique(shards).to_pylist()):
+        found = sorted(pc.unique(shards).to_pylist())
+        for shard in found:
             writes, deletes = (
-                table.filter(pc.equal(table.column("_shard"), shard)) for table in (change.writes, change.deletes)
+                table if len(found) == 1 else table.filter(pc.equal(table.column("_shard"), shard))
+                for table in (change.writes, change.deletes)
             )
-            yield shard, writes.sort_by(id_), deletes
+            yield shard, ordered(writes, id_), deletes
 
 
 def _finish(writer: ShardWriter | None, done: dict[int, list[Leaf]]) -> int:

@@ -194,7 +194,7 @@ class PostgresSink(Sink):
 
     def columns(self, cursor: Any) -> dict[str, str]:
         """The types of the table's columns, by their names."""
-        return dict(ask(cursor, COLUMNS.format(table=literal(self.table))))
+        return columns_of(cursor, [self.table])[0]
 
     def _casts(self, shape: Shape, there: Mapping[str, str]) -> str:
         """What an upsert selects: the rows' columns as the types of the table's columns.
@@ -490,6 +490,14 @@ def _type_of(field: pa.Field) -> str:
             "convert it to text or plain columns in the transform"
         )
     return found + ("[]" if pa.types.is_list(field.type) else "")
+
+
+def columns_of(cursor: Any, tables: Sequence[str]) -> list[dict[str, str]]:
+    """The types of the columns of some tables, by the names of the columns."""
+    found: list[dict[str, str]] = [{} for _ in tables]
+    for name, type, place in ask(cursor, COLUMNS.format(tables=", ".join(map(literal, tables)))):
+        found[place - 1][name] = type
+    return found
 
 
 def ask(cursor: Any, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:

@@ -42,6 +42,7 @@ BENCHMARKS = {
     "peers": "Changes of a table, beside Debezium's engine and raw pgoutput: latency, processor time, dead consumers",
     "gaps": "Gaps: rows that readers by id miss beside eight writers, and what they wait; --scale 50 for ten million",
     "bloat": "Bloat: reading tubes while an old snapshot keeps acked pods from VACUUM, against the same without",
+    "changes": "Streams of changes: throughput that writers keep, and readers who want only their value",
     "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
 }  # fmt: skip
 

@@ -297,3 +297,25 @@ def test_a_file_that_a_crash_left_is_removed_after_a_day(tmp_path: Path) -> None
     table.step()
     assert not left.exists()
     table.check()
+
+
+@pytest.mark.parametrize("mode", [ROWS, CHANGES])
+def test_a_batch_of_several_tasks_is_one_commit_and_a_repeated_task_counts_once(tmp_path: Path, mode: str) -> None:
+    table = Table(tmp_path / "t", mode)
+
+    def of_task(task: int, name: str) -> list[EnrichedRows]:
+        rows = [{"id": n, "name": name, "_shard": task, "_seq": 1} for n in range(3)]
+        return [EnrichedRows(pa.Table.from_pylist(rows, SHAPE.schema), KEYS.empty_table())]
+
+    batch = BatchId("q", 0)
+    table.sink.apply(SHAPE, batch, 0, of_task(0, "of a task that was lost"))
+    done = [table.sink.apply(SHAPE, batch, task, of_task(task, f"task {task}")) for task in (0, 1)]
+    before = Lake(str(table.folder)).version
+    table.sink.commit(batch, done)
+    lake = Lake(str(table.folder))
+    assert lake.version == before + 1
+    assert held(lake.arrow()) == {(task, n): f"task {task}" for task in (0, 1) for n in range(3)}
+    nothing = EnrichedRows(SHAPE.schema.empty_table(), KEYS.empty_table())
+    later = BatchId("q", 1)
+    table.sink.commit(later, [table.sink.apply(SHAPE, later, 0, [nothing])])
+    assert table.sink.last_batch("q").whole == 1

@@ -37,6 +37,7 @@ from replicad.errors import (
     StandbyRefused,
 )
 from replicad.operations import serving
+from replicad.operations.http.history import History
 from replicad.operations.http.metrics import Looks
 from replicad.positions.horizon import Horizon
 from replicad.postgres import wal
@@ -422,6 +423,7 @@ FAULTS = (
     Fault("acks", "acks", Registry, "note_acks", say("FEDERATION_ACK w{n} 0 victim")),
     Fault("trouble book", "troubles", DaemonReports, "write_troubles", cause_trouble),
     Fault("beats", "beats", DaemonReports, "beat"),
+    Fault("charts", "history", History, "note"),
     Fault("accept", "", Acceptor, "_accept_waiting", knock, codes=(CODES - {"OSError"}) | {"accept_failed"}),
     Fault("session: reader", "", Session, "_take", talk, is_victim, codes=DEFECTS),
     Fault("session: writer", "", Outbox, "_take_posted", talk, lambda outbox: is_victim(outbox._owner), codes=DEFECTS),

@@ -61,11 +61,11 @@ class History:
         self._noted_at: float | None = None
 
     async def run(self) -> None:
-        """Note a point every STEP seconds until cancelled."""
+        """Note a point every STEP seconds until cancelled; the first one at once, of what is in memory."""
         while True:
+            await self.note(trio.current_time())
             await trio.sleep(STEP)
             await self._refresh()
-            await self.note(trio.current_time())
 
     async def note(self, now: float) -> None:
         """Note a point of each stream and tube."""

@@ -123,10 +123,12 @@ class World:
             yield ready.read_text().split()[0], program
 
     @contextmanager
-    def running(self, words: Sequence[str], folder: Path, **variables: str) -> Iterator[Program]:
-        """A Python program, killed at the end of the block."""
+    def running(
+        self, words: Sequence[str], folder: Path, *, program: str = sys.executable, **variables: str
+    ) -> Iterator[Program]:
+        """A program (by default of Python), killed at the end of the block."""
         process = subprocess.Popen(
-            [sys.executable, *words],
+            [program, *words],
             cwd=folder,
             env={**self.environment, **variables},
             stdout=subprocess.PIPE,
@@ -134,12 +136,12 @@ class World:
             text=True,
         )
         with process:
-            program = Program(process)
+            started = Program(process)
             try:
-                yield program
+                yield started
             finally:
                 process.kill()
-                program.end(signal.SIGKILL)
+                started.end(signal.SIGKILL)
 
     def run(self, words: Sequence[str], folder: Path, **variables: str) -> str:
         """Run a Python program to its end."""
@@ -363,6 +365,37 @@ def test_celery_gets_a_task_for_changed_rows(world: World, tmp_path: Path) -> No
             worker.wait(lambda: indexed() == {1, 2, 3})
     finally:
         redis.stop()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed: apt install nodejs")
+def test_programs_for_node_continue_and_work(world: World, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "clients/node/replicad.mjs", tmp_path)
+    for text in blocks("howto/node.md", "js"):
+        name = re.match(r"// (\w+\.mjs): ", text)
+        assert name is not None
+        (tmp_path / name[1]).write_text(text)
+    world.sql("CREATE TABLE parts (id bigserial PRIMARY KEY)", "INSERT INTO parts SELECT FROM generate_series(1, 3)")
+    for command in re.findall(
+        r"`(replicad tubes (?:create|attach|backfill) .*?)`", (DOCS / "howto/node.md").read_text()
+    ):
+        world.type(command)
+    marks = []
+
+    def rows() -> list[Any]:
+        file = tmp_path / "rows.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [row for line in lines for row in json.loads(line).get("rows", [])]
+
+    for mark in ("first", "second"):
+        world.sql(f"INSERT INTO events (body) VALUES ('\"{mark}\"')")
+        marks.append(mark)
+        with world.running(["copy.mjs"], tmp_path, program="node") as copy:
+            copy.wait(lambda: [row for row in rows() if row in ("first", "second")] == marks)
+            copy.end(signal.SIGKILL)
+    assert [row for row in rows() if row in ("first", "second")] == marks
+    with world.running(["worker.mjs"], tmp_path, program="node") as worker:
+        worker.wait(lambda: world.sql("SELECT count(*) FROM tube.parts") == "0")
+        assert {int(number) for number in re.findall(r"\b\d+\b", " ".join(worker.lines))} == {1, 2, 3}
 
 
 USE_OUTBOX = """

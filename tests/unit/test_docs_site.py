@@ -51,7 +51,7 @@ def test_the_nav_names_every_page_once() -> None:
         ("update", "changes.md"),
         ("delete", "changes.md"),
         ("django", "howto/django.md"),
-        ("node", "streams.md"),
+        ("node", "howto/node.md"),
         ("celery", "howto/celery.md"),
         ("sqlalchemy", "howto/outbox.md"),
         ("nginx", "howto/sse-nginx.md"),

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-import structlog
+from replicad.eventlog import get_logger
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -26,7 +26,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 LAST = 2  # seconds for the last spans at the end; what a collector does not take by then is dropped
 MOST_LINKS = 32  # of a span to the rows of its request
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 @cache

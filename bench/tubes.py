@@ -190,7 +190,7 @@ def _by_psql(ours: System, tube: str, limit: int) -> float:
             f"SELECT regular FROM tube.tube_plan({part}, :after, 0, {last}, {limit}) \\gset",
             f"SELECT tube.tube_lines_sql({part}, :after, 0, :regular, 0) AS query \\gset",
             f"COPY (:query) TO STDOUT {_FORMAT};",
-            f"SELECT tube.tube_ack_upto({part}, :after, 0, :regular, 0);",
+            f"SELECT pods FROM tube.tube_ack_upto({part}, :after, 0, :regular, 0);",
         ]
     buffer = bytearray(BUFFER)
     with subprocess.Popen(ours.psql("-f", "-"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as psql:

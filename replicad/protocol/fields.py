@@ -258,7 +258,7 @@ class Form:
                 raise self.refused()
             return {self._rest.name: self._value(self._rest, " ".join(words))} if words else {}
         if self._options:
-            begin = next((at for at, found in enumerate(words) if "=" in found), len(words))
+            begin = next((at for at, found in enumerate(words) if self._is_option(at, found, first=first)), len(words))
             options, words = words[begin:], words[:begin]
             if self._literal is not None and options and options[-1] == self._literal.usage:
                 values[self._literal.name] = True
@@ -276,6 +276,11 @@ class Form:
         for argument, found in zip(self._optional, words, strict=False):
             values[argument.name] = self._value(argument, found)
         return values
+
+    def _is_option(self, at: int, found: str, *, first: bool) -> bool:
+        """Whether a word is `option=value`. The first word of a command is none: a stream's name may have the sign."""
+        key, equals, _ = found.partition("=")
+        return bool(equals) and (at >= len(self._optional) or (key in self._options and not (first and at == 0)))
 
     def _read_options(self, words: list[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}

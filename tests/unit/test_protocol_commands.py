@@ -60,6 +60,8 @@ CASES = [
     Case("REPLICATE events 58 where=region=a%20b%25", C, c.Replicate("events", "58", where=("region", "a b%"))),
     Case("REPLICATE events where=region=", C, c.Replicate("events", where=("region", ""))),
     Case("REPLICATE events 58 linear where=region=", C, c.Replicate("events", "58", linear=True, where=("region", ""))),
+    Case("REPLICATE a=b", C, c.Replicate("a=b")),
+    Case("REPLICATE where=a NOW where=region=", C, c.Replicate("where=a", "NOW", where=("region", ""))),
     Case("REPLICATE linear", C, c.Replicate("linear")),
     Case("USER_SYNC w1 @a:b DEV start 5", C, c.UserSync("w1", "@a:b", "DEV", True, 5)),
     Case("USER_SYNC w1 @a:b None end 5", C, c.UserSync("w1", "@a:b", None, False, 5)),

@@ -6,6 +6,12 @@ are not there: without triggers, without slots. The processor time is that of al
 the consumer, less what Postgres takes for the same writes while nobody follows. Debezium runs embedded in Python, with
 nothing behind it: no Kafka, no Connect.
 
+Where the peers are better: logical decoding reads changes out of the WAL that is written anyway. A trigger writes each
+change a second time, in the writer's transaction. So raw pgoutput has a fraction of replicad's delay and processor time
+at every rate, and Debezium has the shorter delay. Where replicad is better: no slot that keeps the WAL of the whole
+server, many consumers of one record, less memory than a JVM, and rows by token from any time that is kept (see
+`backlog`).
+
 Not measured: transforms, schemas in a registry, several tables, other databases than Postgres.
 """
 

@@ -35,7 +35,7 @@ FEATURES = (
     Listed(commands={"tail": "replicad.client.cli.tail", "ping": "replicad.client.cli.ping"}),
     Listed(serves="replicad.presence.service", commands={"presence": "replicad.presence.cli"}),
     Listed(desired=("replicad.presence.repository",)),
-    Listed(desired=("replicad.caches.cli",), commands={"caches": "replicad.caches.cli"}),
+    Listed(desired=("replicad.caches.desired",), commands={"caches": "replicad.caches.cli"}),
     Listed(desired=("replicad.sharding.admin",), commands={"sharding": "replicad.sharding.cli"}),
     Listed(serves="replicad.redis.service"),
     Listed(schemes={"redis": "replicad.redis.following", "rediss": "replicad.redis.following"}),

@@ -3,78 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from replicad.config.declaring import TEXTS
 from replicad.config.settings import DatabaseSettings
 from replicad.errors import UsageError
-from replicad.postgres import schema as schemas
-from replicad.postgres.literals import quote_ident
-from replicad.postgres.statements import Queries, call_value, statement
 from replicad.terminal.command import ReplicadGroup, database_options, json_option, option
 from replicad.terminal.database import install_part, on_database
-from replicad.terminal.desired import Section, SectionKey, TargetDatabase, Values, as_it_stands
 from replicad.terminal.output import echo, print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
-
-PUBLIC: Final = "PUBLIC"  # every role
-
-
-async def set_right(db: Queries, schema: str, roles: Sequence[str], *, may: bool) -> None:
-    """Grant these roles the right to invalidate caches, or revoke it. Raises UsageError: a role has no name."""
-    if not all(roles):
-        raise UsageError("'' is no role; give the name of one, or PUBLIC")
-    named = ", ".join(PUBLIC if role == PUBLIC else quote_ident(role) for role in roles)
-    function = f"{quote_ident(schema)}.cache_write(text, jsonb)"
-    if may:
-        await db.fetch(f"GRANT EXECUTE ON FUNCTION {function} TO {named}")
-    else:
-        await db.fetch(f"REVOKE EXECUTE ON FUNCTION {function} FROM {named}")
-
-
-async def present(place: TargetDatabase) -> dict[str, Values]:
-    """The writers and roles, if the stream exists."""
-    schema = place.settings.stream_schema
-    if await schemas.read_installed(place.db, "cache", schema) is None:
-        return {}
-    await schemas.require(place.db, "cache", schema)
-    (row,) = await place.db.fetch(statement("cache_desired", schema), PUBLIC)
-    if not row["enabled"]:
-        return {}
-    return {"": {"writers": tuple(sorted(row["writers"])), "roles": tuple(sorted(row["roles"]))}}
-
-
-async def change(place: TargetDatabase, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
-    """Install the SQL, make the stream, add writers, grant the right."""
-    schema = place.settings.stream_schema
-    await schemas.install(place.db, "stream", schema)
-    await schemas.install(place.db, "cache", schema)
-    await call_value(place.db, schema, "cache_enable", list(wanted["writers"]))
-    known = () if before is None else before["roles"]
-    new = [role for role in wanted["roles"] if role not in known]
-    if new:
-        await set_right(place.db, schema, new, may=True)
-
-
-# What a file for `replicad apply` may say of caches: enabled or not, their writers, the roles with EXECUTE on
-# `cache_write`, which lets them invalidate.
-SECTION = Section(
-    name="caches",
-    one="caches",
-    keys=(SectionKey("writers", TEXTS, ()), SectionKey("roles", TEXTS, ())),
-    present=present,
-    normal=as_it_stands,
-    change=change,
-    removal=lambda _: "to disable it: replicad caches disable",
-    named=False,
-    lists="a role loses the right by: replicad caches revoke {one}; a writer stays until caches are disabled",
-)
-
 
 T = TypeVar("T")
 
@@ -202,6 +143,8 @@ def names(as_json: bool, **options: Any) -> None:
 
 def _set_right(options: dict[str, Any], roles: tuple[str, ...], *, may: bool) -> None:
     async def work(db: Database, settings: DatabaseSettings) -> None:
+        from replicad.caches.desired import set_right
+
         await set_right(db, settings.stream_schema, roles, may=may)
 
     on_database(options, work, part="cache")

@@ -20,7 +20,8 @@ from replicad.terminal.command import ReplicadCommand, option, settings_options
     epilog="""\b
 Examples:
   replicad nats events --subject shop.events --jetstream EVENTS --create
-  replicad nats events --subject shop.events --jetstream EVENTS --nats nats://n1:4222,nats://n2:4222""",
+  replicad nats events --subject shop.events --jetstream EVENTS \\
+    --nats nats://n1:4222,nats://n2:4222""",
 )
 @click.argument("stream", metavar="STREAM")
 @option("--subject", metavar="SUBJECT", required=True, help="The subject of the messages.")

@@ -320,6 +320,7 @@ print(asyncio.run(first()))
 }
 
 
+@pytest.mark.long
 def test_django_keeps_its_cache_in_step_and_sends_rows(world: World, tmp_path: Path) -> None:
     pytest.importorskip("django", reason="Django is not installed: it is in the group `dev`")
     for name, text in DJANGO.items():
@@ -337,6 +338,7 @@ def test_django_keeps_its_cache_in_step_and_sends_rows(world: World, tmp_path: P
     assert re.search(r"^id: \S+\ndata: \[.*\{\"n\": ?1\}.*\]$", said, re.MULTILINE), said
 
 
+@pytest.mark.long
 @pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
 def test_celery_gets_a_task_for_changed_rows(world: World, tmp_path: Path) -> None:
     pytest.importorskip("celery", reason="Celery is not installed: it is in the group `dev`")

@@ -1,4 +1,4 @@
-"""`replicad pipeline run CONFIG`: send a tube's changes to a downstream with Spark."""
+"""`replicad pipeline`: send a tube's changes to downstreams, compare them, and keep the history of a table."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicad.config.settings import DatabaseSettings, read_settings
+from replicad.config.settings import ClientSettings, DatabaseSettings, read_settings
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option
+from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option, settings_options
 from replicad.terminal.output import as_json_line, echo
 
 if TYPE_CHECKING:
@@ -240,6 +240,47 @@ def compact(*, config: Path, database: str | None) -> None:
             echo(f"{work.sink.uri}: {text}")
     if not found:
         raise UsageError(f"{config} has no downstream of kind delta")
+
+
+@command.command(
+    "history",
+    cls=ReplicadCommand,
+    log_level="info",
+    short_help="Keep each version of the rows of a table, from its stream of changes.",
+    epilog="""\b
+Examples:
+  replicad pipeline history orders --to postgresql://user@warehouse/dw --table history.orders
+  replicad pipeline history orders --to delta:/srv/lake/orders_history""",
+)
+@click.argument("stream")
+@option("--to", "target", metavar="TARGET", required=True, help="postgresql://... or delta:URI.")
+@option("--table", metavar="NAME", help="The table in Postgres. Default: STREAM_history.")
+@option("--once", is_flag=True, help="End when the history has all changes that there are now.")
+@option("--accept-gap", is_flag=True, help="Continue if changes were removed from the stream before they were read.")
+@settings_options(ClientSettings)
+def history(
+    *, stream: str, target: str, table: str | None, once: bool, accept_gap: bool, **options: Any
+) -> None:  # fmt: skip
+    """Write each version of the rows of a table, with the times from which and up to which it was valid.
+
+    STREAM is a stream of changes (replicad streams add STREAM --table TABLE --changes --snapshot). It is read from its
+    beginning. The downstream has the token, in the transaction of its rows: start the command again at any time. Ctrl-C
+    ends it.
+    """
+    settings = read_settings(ClientSettings, options)
+
+    from replicad.spark.local import check_packages
+
+    check_packages()
+    from replicad.client.blocking_client import BlockingClient
+    from replicad.spark.history import TableHistory, follow_history, sink_of_history
+
+    written = TableHistory(sink_of_history(target, table or f"{stream}_history"), stream)
+    with BlockingClient(
+        str(settings.server), name="replicad history", token=settings.token, tls=settings.ssl_context(), keepalive=False
+    ) as client:
+        follow_history(client, written, stream, once=once, accept_gap=accept_gap)
+    echo(f"{stream}: {written.written:,} batches; the history goes up to {written.token or 'the beginning'}")
 
 
 def summary(result: PipelineResult) -> str:

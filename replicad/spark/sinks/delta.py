@@ -185,6 +185,13 @@ class DeltaSink(Sink):
         elif missing:
             table.alter.add_columns(missing)
 
+    def columns(self) -> dict[str, pa.DataType]:
+        """The columns of the table without those of its mode; nothing if there is no table."""
+        if not deltalake().DeltaTable.is_deltatable(self.uri, storage_options=self.storage or None):
+            return {}
+        fields = pa.schema(self._anew().schema().to_arrow())
+        return {one.name: plain_type(one.type) for one in fields if one.name not in (LAYER, CHANGE, GONE)}
+
     def identity(self) -> str:
         """The number that Delta gave to the table."""
         return str(self._anew().metadata().id)

@@ -43,7 +43,7 @@ _TYPES = {
     pa.date32(): "date", pa.timestamp("us"): "timestamp without time zone",
     pa.timestamp("us", tz="UTC"): "timestamp with time zone",
 }  # fmt: skip
-_CREATED = {  # what comes as text; a table that we create gets the type itself, without its modifier
+CREATED = {  # what comes as text; a table that we create gets the type itself, without its modifier
     "numeric", "json", "jsonb", "uuid", "inet", "cidr", "macaddr", "macaddr8", "interval", "xml",
     "time without time zone", "time with time zone", *_TYPES.values(),
 }  # fmt: skip
@@ -464,7 +464,7 @@ def _wanted(field: pa.Field, shape: Shape) -> str:
 def _created_as(field: pa.Field, shape: Shape) -> str:
     """The type of a column in a table that we create."""
     known = ColumnType.parse(shape.types.get(field.name, ""))
-    if known.name in _CREATED and (pa.types.is_string(field.type) or pa.types.is_decimal(field.type)):
+    if known.name in CREATED and (pa.types.is_string(field.type) or pa.types.is_decimal(field.type)):
         return known.name + ("[]" if known.is_list else "")
     if field.name in shape.key and known.name in ("smallint", "integer"):
         return known.name

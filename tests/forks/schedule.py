@@ -47,6 +47,7 @@ _END_BLOCKERS = """
 """
 _TRIES = 5  # of a command that needs a lock, or whose server may be away
 FULL = 100_000  # bytes of a file, beyond which Postgres cannot write while its disk is full
+_RECOVERED = 15.0  # seconds in which Postgres recovers when its disk has room again
 _NOTED = 1.5  # seconds in which a daemon notes what it has published
 VICTIMS = ("w", "replicad", "checkpointer", "walwriter")
 _END_DAEMONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'replicad%'"
@@ -464,17 +465,24 @@ class Player:
         step(self.world.servers[one].clock, seconds)
 
     async def _full(self, seconds: float) -> None:
-        """The disk of Postgres is full for a while: it fails, and may end."""
+        """The disk of Postgres is full for a while: it fails, and may end. One that waits for ever in its recovery, as
+        PostgreSQL 18 can, is started again by an operator.
+        """
         cluster = self.world.cluster
         await blocking(limit_files, cluster.server.pid(), FULL)
         await trio.sleep(seconds)
-        with trio.fail_after(PATIENCE):
+        patient = trio.current_time() + _RECOVERED
+        with trio.fail_after(2 * PATIENCE):
             while True:
                 await blocking(limit_files, cluster.server.pid(), UNLIMITED)  # again: what was just started, too
                 if await blocking(cluster.answers):
                     return
                 if cluster.server.pid() is None:
                     await blocking(cluster.start)
+                elif trio.current_time() > patient:
+                    self._log("    Postgres does not recover; it is started again")
+                    await blocking(cluster.restart, signal.SIGKILL)
+                    patient = trio.current_time() + _RECOVERED
                 await trio.sleep(0.05)
 
     async def _liars(self, one: int, seed: int) -> None:

@@ -16,9 +16,10 @@ HEAD = """\
 # What replicad survives
 
 Each fault here has commands that cause it against a real Postgres, real sockets and real processes, and that fail if
-the promise does not hold. `make proof` runs all of them within an hour and writes this page; `make proof
-PROOF_ARGS="--fault 19"` runs those of one fault. Type a command as it is printed, at the top of a clone in which
-`make test` has made `.venv`. A row without a result has not been run since its command was added or renamed.
+the promise does not hold. `make proof` runs them for an hour at most and writes this page; what was not reached then,
+`make proof PROOF_ARGS=--resume` runs, and `make proof PROOF_ARGS="--fault 19"` those of one fault. Type a command as
+it is printed, at the top of a clone in which `make test` has made `.venv`. A row without a result has not been run
+since its command was added or renamed.
 
 **Parts.** *TCP*, *pages* (rows over HTTP), *events* (server-sent events) and *Redis* are the transports of streams;
 *positions* is how far each table may be read, which all transports share; *changes* are streams of the changes of a

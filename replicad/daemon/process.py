@@ -85,13 +85,19 @@ def take_supervisor() -> Supervisor:
 # that goes, so while thousands of clients come and go it is reached late, and one look at all that is new has then
 # stopped the event loop for 200 to 400 ms. Looked at every ten milliseconds, the same objects cost the same time in
 # all, a millisecond or two at once. Sessions leave no cycles, so looking at all objects, which takes half a
-# microsecond for each, is rarely of use.
+# microsecond for each, is rarely of use. With 10,000 sessions it stops the event loop for seconds. So it begins only
+# when it takes no larger share of the time than it may, by the number of tasks.
 
 
 YOUNG = 0.01  # seconds between two looks at new objects
 ALL = 60.0  # seconds between two looks at all objects
 SHARE = 0.001  # of the time at most for these: a look that took 0.2 s is followed by 200 s without one
+TASK = 1e-4  # seconds for the objects of one task and its part of a session
 _NEW, _EVERY = 1, 2  # generations of the `gc` module
+
+
+def _tasks_living() -> int:
+    return trio.lowlevel.current_statistics().tasks_living
 
 
 class CycleCollector(trio.abc.Instrument):
@@ -101,13 +107,18 @@ class CycleCollector(trio.abc.Instrument):
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, collect: Callable[[int], object] = gc.collect
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        collect: Callable[[int], object] = gc.collect,
+        tasks: Callable[[], int] = _tasks_living,
     ) -> None:
-        """`collect` looks at a generation and at all younger ones."""
+        """`collect` looks at a generation and at all younger ones. `tasks`: how many live."""
         self._clock = clock
         self._collect = collect
+        self._tasks = tasks
         self._young_at = float("-inf")
-        self._all_at = clock() + ALL
+        self._looked_at = clock()  # at all objects
+        self._all_at = self._looked_at + ALL
 
     def before_run(self) -> None:
         """The run begins."""
@@ -120,9 +131,11 @@ class CycleCollector(trio.abc.Instrument):
     def before_io_wait(self, timeout: float) -> None:  # noqa: ARG002 - what trio calls it with
         """A turn ends."""
         now = self._clock()
-        if now >= self._all_at:
+        if now >= self._all_at and now < self._looked_at + self._tasks() * TASK / SHARE:
+            self._all_at = now + ALL  # fewer may live then
+        elif now >= self._all_at:
             self._collect(_EVERY)
-            done = self._clock()
+            done = self._looked_at = self._clock()
             self._all_at = done + max(ALL, (done - now) / SHARE)
             self._young_at = done + YOUNG
         elif now >= self._young_at:
@@ -157,7 +170,7 @@ async def give_back_forever(allocator: GlibcAllocator, calm: int = CALM) -> None
         await trio.sleep(LOOK)
         free = allocator.free()
         kept = min(kept, free)
-        is_calm = trio.lowlevel.current_statistics().tasks_living <= calm
+        is_calm = _tasks_living() <= calm
         if min(free, last) > kept + SPARE or (full is not None and (is_calm or _collections() > full)):
             emptied = is_calm or (full is not None and _collections() > full)
             if is_calm:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,11 @@ from replicad.client.async_client import open_client
 from replicad.client.changes import ChangeOp, TableCopy, apply_changes, read_changes
 from replicad.client.events import RowBatch
 from replicad.config.settings import ServerSettings
+from replicad.errors import TokenExpired
 from replicad.postgres.bridge import Database
 from replicad.streams.registry import RecordedChanges, Registry
+from replicad.streams.serving import audit, filters
+from replicad.streams.serving.filters import FilteredReader
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE
@@ -169,6 +173,37 @@ async def test_readers_of_a_value_get_its_changes_alone_live_and_old_and_positio
             await eight.until(r'RDATA orders master \d+ {"op":"t",.*')
 
 
+async def test_positions_of_many_readers_of_values_go_out_in_small_groups(
+    orders: Registry, database: Database, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So changes do not wait for a round of them, which takes a second with 10,000 readers."""
+    turn, moved, move = 0, list[int](), FilteredReader.move
+
+    def note(reader: FilteredReader, position: int) -> None:
+        moved.append(turn)
+        move(reader, position)
+
+    monkeypatch.setattr(filters, "MOVED", 3)
+    async with (
+        start_daemon(paces=replace(Paces(), streams=StreamIntervals(filtered=0.05))) as daemon,
+        AsyncExitStack() as stack,
+    ):
+        readers = [await stack.enter_async_context(netcat_to(daemon)) for _ in range(10)]
+        for number, reader in enumerate(readers):
+            await reader.send(f"REPLICATE orders where=customer={number + 100}")
+            await reader.until("POSITION orders .*")
+        await database.execute("INSERT INTO orders VALUES (9, 7)")
+        last = await database.fetch_value("SELECT max(id) FROM replicad.change_1")
+        for reader in readers:
+            await reader.until(rf"POSITION orders master \d+ {last}")
+        monkeypatch.setattr(FilteredReader, "move", note)
+        with trio.fail_after(PATIENCE):
+            while len(moved) < 40:
+                turn += 1
+                await trio.lowlevel.checkpoint()
+        assert max(Counter(moved).values()) <= 3
+
+
 async def test_a_filtered_reader_resumes_and_has_each_change_of_its_value_once(
     orders: Registry, database: Database, start_daemon: Start
 ) -> None:
@@ -306,6 +341,15 @@ async def jump(db: Database, ids: int) -> None:
     )
 
 
+async def published(db: Database) -> int:
+    """Wait until the position of the last change is noted; returns it."""
+    upto = int(await db.fetch_value("SELECT max(id) FROM replicad.change_1"))
+    with trio.fail_after(PATIENCE):
+        while (await db.fetch_value("SELECT max(position) FROM replicad.stream_position") or 0) < upto:
+            await trio.sleep(0.01)
+    return upto
+
+
 PARTS = "SELECT array_agg(first ORDER BY first) FROM replicad.stream_change_parts(1)"
 
 
@@ -359,6 +403,123 @@ async def test_old_changes_go_by_whole_partitions_beside_a_snapshot_that_is_held
             trimmed = await database.fetch_value("SELECT trimmed_upto FROM replicad.stream")
             assert trimmed == 200_000, f"the first ranges, and no single row of the third: {trimmed}"
             assert (await database.fetch_value(PARTS))[0] == 200_001
+
+
+async def test_a_read_that_begins_while_a_partition_is_dropped_is_refused_or_whole(
+    orders: Registry, database: Database, database_url: str, start_daemon: Start
+) -> None:
+    """The DROP has its lock until it is committed: whoever waits for it must not find fewer rows and no error."""
+    while await orders.snapshot_step(1):
+        pass
+    await jump(database, 100_000)
+    await orders.look_after_changes()
+    await database.execute("INSERT INTO orders SELECT i, 7 FROM generate_series(100, 139) AS i")
+    async with (
+        start_daemon() as daemon,
+        open_client("127.0.0.1", daemon.addresses[0].port, name="reader") as client,
+        netcat_to(daemon) as everything,
+        netcat_to(daemon) as part,
+        netcat_to(daemon) as linear,
+        netcat_to(daemon) as within,
+        trio.open_nursery() as nursery,
+    ):
+        assert await first_changes(client, 3, None)
+        await published(database)
+        await orders.set_keep("orders", keep_for=None, keep_rows=20)
+        page: list[Any] = []
+
+        async def read_page(after: int, where: str = "") -> None:
+            page.append(await ask(daemon.http, f"/streams/orders/rows?after={after}{where}"))
+
+        with psycopg.connect(database_url) as trimmer:
+            dropped = trimmer.execute("SELECT partitions FROM replicad.stream_trim_kept('orders', 100)").fetchone()
+            assert dropped == (1,)
+            await everything.send("REPLICATE orders 3")
+            await part.send("REPLICATE orders 3 where=customer=7")
+            await linear.send("REPLICATE orders 3 linear")
+            await within.send("REPLICATE orders 100000")
+            nursery.start_soon(read_page, 3)
+            nursery.start_soon(read_page, 3, "&customer=7")
+            with trio.fail_after(PATIENCE):
+                while not await database.fetch_value(
+                    "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted AND database = "
+                    "(SELECT oid FROM pg_database WHERE datname = current_database())"
+                ):
+                    await trio.sleep(0.01)
+            trimmer.commit()
+        for reader in (everything, part, linear):
+            await reader.until("ERROR token_expired: .*")
+        rows = await within.until('RDATA orders master .*"key":139.*')
+        assert len([line for line in rows if '"op":"i"' in line]) == 40
+        with trio.fail_after(PATIENCE):
+            while len(page) < 2:
+                await trio.sleep(0.01)
+        assert [one.status for one in page] == [410, 410]
+        with pytest.raises(TokenExpired):
+            await first_changes(client, 3, None)
+        assert daemon.troubles.why("stream", "orders") is None
+
+
+async def test_the_audit_takes_rotation_neither_for_lost_nor_for_late_rows_and_still_finds_late_ones(
+    orders: Registry,
+    database: Database,
+    database_url: str,
+    start_daemon: Start,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also rows of a transaction that had begun before the partition was made into which it writes."""
+    monkeypatch.setattr(audit, "IDLE_SHARE", 10.0)
+    looks, gate = 0, trio.Event()
+    gate.set()
+    look = audit.Audit.look
+
+    async def gated(self: audit.Audit, name: str, served: Any) -> None:
+        nonlocal looks
+        await gate.wait()
+        await look(self, name, served)
+        looks += 1
+
+    async def looked() -> None:
+        upto = looks + 2
+        with trio.fail_after(PATIENCE):
+            while looks < upto:
+                await trio.sleep(0.01)
+
+    monkeypatch.setattr(audit.Audit, "look", gated)
+    while await orders.snapshot_step(1):
+        pass
+    paces = Paces(streams=StreamIntervals(late_look=0.02, audit_after=0.05, look=0.1, keep=0.05, changes=3600.0))
+    async with start_daemon(paces) as daemon:
+        await looked()
+        with psycopg.connect(database_url) as long:
+            long.execute("INSERT INTO orders VALUES (50, 7)")
+            gate = trio.Event()
+            last = await database.fetch_value(PARTS)
+            await jump(database, last[-1] + 99_999)
+            await orders.look_after_changes()
+            await jump(database, 20_000)
+            long.execute("INSERT INTO orders SELECT i, 7 FROM generate_series(100, 199) AS i")
+            long.commit()
+            assert await database.fetch_value("SELECT count(*) FROM replicad.change_1_rest") == 0
+            upto = await published(database)
+            gate.set()
+        await looked()
+        assert daemon.troubles.why("stream", "orders") is None
+        await orders.set_keep("orders", keep_for=None, keep_rows=50)
+        with trio.fail_after(PATIENCE):
+            while (await database.fetch_value(PARTS))[0] == 1:
+                await trio.sleep(0.01)
+        await looked()
+        assert daemon.troubles.why("stream", "orders") is None
+        for command in (("streams", "list"), ("doctor",)):
+            done = await replicad_async(*command, "--database", database_url)
+            assert done.returncode == 0, done.stdout + done.stderr
+        await database.execute(
+            "INSERT INTO replicad.change_1 (id, op, key, schema) VALUES ($1, 'd', '9', 1)", upto - 150
+        )
+        with trio.fail_after(PATIENCE):
+            while "turned up at or below" not in (daemon.troubles.why("stream", "orders") or ""):
+                await trio.sleep(0.01)
 
 
 async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_begin_beyond_them(

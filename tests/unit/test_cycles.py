@@ -8,7 +8,7 @@ import weakref
 import pytest
 import trio
 
-from replicad.daemon.process import ALL, SHARE, YOUNG, CycleCollector
+from replicad.daemon.process import ALL, SHARE, TASK, YOUNG, CycleCollector
 
 
 class _Node:
@@ -48,7 +48,7 @@ def test_a_cycle_is_gone_soon_although_nothing_is_made_meanwhile() -> None:
 
 def test_a_cycle_that_was_old_when_it_became_garbage_goes_with_the_next_look_at_all() -> None:
     clock = _Clock()
-    collector = CycleCollector(clock, gc.collect)
+    collector = CycleCollector(clock, gc.collect, lambda: 0)
     node = _Node()
     gone = weakref.ref(node)
     gc.collect()  # old now
@@ -63,7 +63,7 @@ def test_a_cycle_that_was_old_when_it_became_garbage_goes_with_the_next_look_at_
 def test_new_objects_are_looked_at_in_every_turn_that_comes_late_enough() -> None:
     clock = _Clock()
     clock.takes[1] = 0.002
-    collector = CycleCollector(clock, clock.collect)
+    collector = CycleCollector(clock, clock.collect, lambda: 0)
     for _ in range(100):
         collector.before_io_wait(0)
         clock.now += YOUNG / 4
@@ -76,7 +76,7 @@ def test_new_objects_are_looked_at_in_every_turn_that_comes_late_enough() -> Non
 def test_looks_at_all_objects_take_no_larger_share_of_the_time_than_they_may(takes: float) -> None:
     clock = _Clock()
     clock.takes[2] = takes
-    collector = CycleCollector(clock, clock.collect)
+    collector = CycleCollector(clock, clock.collect, lambda: 0)
     began = clock.now
     while clock.now < began + 5000:
         collector.before_io_wait(0)
@@ -84,3 +84,20 @@ def test_looks_at_all_objects_take_no_larger_share_of_the_time_than_they_may(tak
     looks = sum(generation == 2 for _, generation in clock.looks)
     assert looks * takes <= SHARE * (clock.now - began) + takes
     assert looks >= (clock.now - began) / (max(ALL, takes / SHARE) + 1 + takes) - 1
+
+
+def test_the_first_look_at_all_objects_of_a_crowd_waits_until_it_takes_no_larger_share_or_the_crowd_is_gone() -> None:
+    clock, tasks = _Clock(), 30_000
+    collector = CycleCollector(clock, clock.collect, lambda: tasks)
+    began = clock.now
+    while not any(generation == 2 for _, generation in clock.looks):
+        collector.before_io_wait(0)
+        clock.now += 1
+    assert clock.now - began >= tasks * TASK / SHARE
+    clock.looks.clear()
+    began = clock.now
+    for _ in range(2 * int(ALL)):
+        collector.before_io_wait(0)
+        clock.now += 1
+        tasks = 0 if clock.now > began + ALL / 2 else tasks
+    assert any(generation == 2 for _, generation in clock.looks)

@@ -148,7 +148,10 @@ class Comparison:
         if self.before is not None and not (swapped and look.elsewhere is None):
             same, before = self.before.same_upto(self.stream, self.lineage), self.before.window
             before = before.upto_id(same) if before.after < same <= position else None
-            attached = set() if swapped else look.tree.keys() - self.before.tree
+            # Partitions of a table of changes are ours and empty when they are attached, so none brings rows: a writer
+            # that began before may write into one.
+            ours = self.stream.source is not None
+            attached = set() if swapped or ours else look.tree.keys() - self.before.tree
             if before is not None or not attached:
                 ranges = self.before.ranges.copy()
                 ranges.cut(same)

@@ -249,7 +249,8 @@ def compact(*, config: Path, database: str | None) -> None:
     short_help="Keep each version of the rows of a table, from its stream of changes.",
     epilog="""\b
 Examples:
-  replicad pipeline history orders --to postgresql://user@warehouse/dw --table history.orders
+  replicad pipeline history orders --to postgresql://user@warehouse/dw \\
+    --table history.orders
   replicad pipeline history orders --to delta:/srv/lake/orders_history""",
 )
 @click.argument("stream")

@@ -30,6 +30,7 @@ from pathlib import Path
 import psycopg
 
 from replicad.spark.sinks import parquet
+from tests.conftest import _named
 
 COMMAND = [sys.executable, "-c", "from replicad.cli import main; main()"]
 TABLES = """
@@ -342,13 +343,13 @@ def main() -> None:
 
 
 def in_new_databases(server: str, seed: int, **options: object) -> None:
-    base = server.rpartition("/")[0]
+    source, target = (_named(server, name) for name in ("torture_source", "torture_target"))
     with psycopg.connect(server, autocommit=True) as connection:
         for name in ("torture_source", "torture_target"):
             connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
             connection.execute(f"CREATE DATABASE {name} TEMPLATE template0")
     with tempfile.TemporaryDirectory() as folder:
-        ready, source = Path(folder) / "ready", f"{base}/torture_source"
+        ready = Path(folder) / "ready"
         words = [
             "serve",
             "--allow-superuser",
@@ -365,7 +366,7 @@ def in_new_databases(server: str, seed: int, **options: object) -> None:
                 assert daemon.poll() is None
                 time.sleep(0.1)
             port = int(ready.read_text().strip().rpartition(":")[2])
-            play(seed, source, f"{base}/torture_target", port, **options)
+            play(seed, source, target, port, **options)
         finally:
             daemon.terminate()
             daemon.wait()

@@ -36,9 +36,10 @@ def run(options: Options) -> list[Figure]:
     """Throughput that writers keep; then latency, and the processor time of the daemon."""
     with system() as ours:
         ours.sql("CREATE SCHEMA shard_0001")
-        with ours.daemon():  # it installs the schemas
+        with ours.daemon():  # it installs the schemas, and makes partitions of the table of changes
             ours.sql("SELECT tube.tube_ensure_exists('bench', 4)")
-        return [*_writers(options, ours), *_readers(options, ours)]
+            writers = _writers(options, ours)
+        return [*writers, *_readers(options, ours)]
 
 
 def _writers(options: Options, ours: System) -> list[Figure]:

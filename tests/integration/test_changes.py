@@ -501,7 +501,7 @@ async def test_the_audit_takes_rotation_neither_for_lost_nor_for_late_rows_and_s
             long.execute("INSERT INTO orders SELECT i, 7 FROM generate_series(100, 199) AS i")
             long.commit()
             assert await database.fetch_value("SELECT count(*) FROM replicad.change_1_rest") == 0
-            upto = await published(database)
+            await published(database)
             gate.set()
         await looked()
         assert daemon.troubles.why("stream", "orders") is None
@@ -514,9 +514,12 @@ async def test_the_audit_takes_rotation_neither_for_lost_nor_for_late_rows_and_s
         for command in (("streams", "list"), ("doctor",)):
             done = await replicad_async(*command, "--database", database_url)
             assert done.returncode == 0, done.stdout + done.stderr
-        await database.execute(
-            "INSERT INTO replicad.change_1 (id, op, key, schema) VALUES ($1, 'd', '9', 1)", upto - 150
-        )
+        await orders.set_keep("orders", keep_for=None, keep_rows=None)  # else it may remove the late row first
+        await jump(database, 5)
+        await database.execute("INSERT INTO orders VALUES (300, 7)")
+        late = await published(database) - 2
+        await looked()
+        await database.execute("INSERT INTO replicad.change_1 (id, op, key, schema) VALUES ($1, 'd', '9', 1)", late)
         with trio.fail_after(PATIENCE):
             while "turned up at or below" not in (daemon.troubles.why("stream", "orders") or ""):
                 await trio.sleep(0.01)
@@ -536,7 +539,8 @@ async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_be
     await jump(database, 20_000)
     await database.execute("UPDATE orders SET note = 'x' WHERE id < 15")
     assert await database.fetch_value("SELECT count(*) FROM replicad.change_1_rest") == 10
-    async with start_daemon() as daemon, open_client("127.0.0.1", daemon.addresses[0].port, name="reader") as client:
+    paces = Paces(streams=StreamIntervals(keep=0.05, changes=0.05))
+    async with start_daemon(paces) as daemon, open_client("127.0.0.1", daemon.addresses[0].port, name="r") as client:
         copy: dict[Any, dict[str, Any]] = {}
         with trio.fail_after(PATIENCE):
             async with client.follow({"orders": "EARLIEST"}) as follower:
@@ -545,6 +549,12 @@ async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_be
                     if copy.get(14, {}).get("note") == "x":
                         break
         assert sorted(copy) == [1, 2, *range(10, 20)]
+        await published(database)
+        await orders.set_keep("orders", keep_for=None, keep_rows=3)
+        with trio.fail_after(PATIENCE):
+            while await database.fetch_value("SELECT pg_relation_size('replicad.change_1_rest')"):
+                await trio.sleep(0.01)
+        assert await first_changes(client, "EARLIEST", None)
 
 
 def test_the_operations_of_changes_have_different_letters() -> None:

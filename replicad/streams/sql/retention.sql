@@ -216,6 +216,32 @@ BEGIN
 END
 $$;
 
+-- stream_change_rest_trim(s, upto): empties change_N_rest, which takes changes that no partition is made for, if all its changes may go. Without
+-- it they would stay for ever, since single rows are removed only before the first partition is full. Does nothing for other streams, and
+-- where its lock is not free within 0.1 s. Writes that table, and by stream_trim_note stream.
+CREATE OR REPLACE FUNCTION stream_change_rest_trim(s stream, upto bigint) RETURNS void
+LANGUAGE plpgsql SET lock_timeout = '100ms' AS $$
+DECLARE
+    rest text := format('change_%s_rest', s.number);
+    last bigint;
+BEGIN
+    IF NOT EXISTS (SELECT FROM stream_changes c WHERE c.stream = s.number) THEN
+        RETURN;
+    END IF;
+    EXECUTE format('SELECT max(r.id) FROM %I r', rest) INTO last;
+    IF last <= upto THEN
+        EXECUTE format('LOCK TABLE %I IN ACCESS EXCLUSIVE MODE', rest);
+        EXECUTE format('SELECT max(r.id) FROM %I r', rest) INTO last;  -- a writer may have had the lock
+        IF last <= upto THEN
+            PERFORM stream_trim_note(s.number, last, false);
+            EXECUTE format('TRUNCATE %I', rest);
+        END IF;
+    END IF;
+EXCEPTION WHEN lock_not_available THEN
+    NULL;  -- the next call tries again
+END
+$$;
+
 -- stream_trim_kept(name, batch): removes a bounded piece of what the rules of a stream let go: whole partitions, whose range of ids has
 -- passed, or about `batch` rows. Of a stream of changes single rows go only where the partition may last for long. A partition waits
 -- for its lock no longer than writers may wait; the next call tries again. Returns how many partitions and rows; 0 and 0 where nothing is left to do, or another session is at it.
@@ -267,6 +293,7 @@ BEGIN
         END;
         partitions := partitions + 1;
     END LOOP;
+    PERFORM stream_change_rest_trim(s, upto);
     IF partitions > 0 OR EXISTS (
             SELECT FROM stream_changes c JOIN stream_change_parts(c.stream) p ON p.last <= pg_sequence_last_value(s.sequence)
             WHERE c.stream = s.number) THEN

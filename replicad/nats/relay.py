@@ -61,7 +61,7 @@ class RelaySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RelayPlace:
     """The end of the JetStream stream: its last sequence number, the token to follow from, and how many rows of the
     first token are published already.
     """
@@ -139,7 +139,7 @@ class JetStreamRelay:
         log.warning("nats_interrupted", stream=self._settings.stream, reason=reason, retry_in=round(pause, 1))
         await anyio.sleep(pause)
 
-    async def _find_place(self, jetstream: JetStreamContext) -> Place:
+    async def _find_place(self, jetstream: JetStreamContext) -> RelayPlace:
         """Where to continue. Raises DownstreamError if JetStream cannot say it."""
         wanted = self._settings
         try:
@@ -155,7 +155,7 @@ class JetStreamRelay:
             log.info("nats_stream_created", jetstream=wanted.jetstream, subject=wanted.subject)
         last = info.state.last_seq
         if last == 0:
-            return Place(0, wanted.begin)
+            return RelayPlace(0, wanted.begin)
         try:
             found = await jetstream.get_msg(wanted.jetstream, seq=last)
         except NotFoundError:
@@ -164,7 +164,7 @@ class JetStreamRelay:
                     f"the last message of JetStream stream {wanted.jetstream} was removed, and with it the place to "
                     f"continue from: give --from TOKEN; the removed message had the number {last}"
                 ) from None
-            return Place(last, wanted.begin)
+            return RelayPlace(last, wanted.begin)
         headers = found.headers or {}
         if found.subject != wanted.subject or RESUME not in headers:
             raise DownstreamError(
@@ -172,9 +172,9 @@ class JetStreamRelay:
                 f"command: a stream of its own is needed, with the subject {wanted.subject} and no other publisher"
             )
         part, _, parts = headers.get(PART, "1/1").partition("/")
-        return Place(last, headers[RESUME], 0 if part == parts else int(part))
+        return RelayPlace(last, headers[RESUME], 0 if part == parts else int(part))
 
-    async def _publish(self, jetstream: JetStreamContext, place: Place) -> None:
+    async def _publish(self, jetstream: JetStreamContext, place: RelayPlace) -> None:
         """Publish from a place until something fails."""
         send, receive = anyio.create_memory_object_stream[tuple[int, Awaitable[Any]]](WINDOW)
         async with self._open_client() as client, open_plain_tasks() as tasks:
@@ -184,26 +184,26 @@ class JetStreamRelay:
             except (TokenExpired, BadToken) as error:  # rows were trimmed that are not published, or all is another now
                 reset = Reset(self._settings.stream, None, None, error.code)
                 sequence = await self._send(jetstream, reset, place, "EARLIEST", send)
-                await self._send_rows(jetstream, client, Place(sequence, "EARLIEST"), send)
+                await self._send_rows(jetstream, client, RelayPlace(sequence, "EARLIEST"), send)
 
     async def _send_rows(
         self,
         jetstream: JetStreamContext,
         client: AsyncClient,
-        place: Place,
+        place: RelayPlace,
         sent: MemoryObjectSendStream[tuple[int, Awaitable[Any]]],
     ) -> None:
         stream = self._settings.stream
         async with client.follow({stream: place.token}) as follower:
             async for event in follower:
                 after = follower.token(stream) or "EARLIEST"
-                place = Place(await self._send(jetstream, event, place, after, sent), after)
+                place = RelayPlace(await self._send(jetstream, event, place, after, sent), after)
 
     async def _send(
         self,
         jetstream: JetStreamContext,
         event: RowBatch | Reset,
-        place: Place,
+        place: RelayPlace,
         after: str,
         sent: MemoryObjectSendStream[tuple[int, Awaitable[Any]]],
     ) -> int:

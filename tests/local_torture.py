@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psycopg
 
@@ -236,7 +237,7 @@ class Schedule:
     def fail(self) -> None:
         """Let the Postgres downstream accept no connections for a while."""
         self.events.append("fail")
-        name = self.target.rpartition("/")[2]
+        name = urlsplit(self.target).path.removeprefix("/")
 
         def allow(flag: bool) -> None:
             with psycopg.connect(self.source, autocommit=True) as connection:

@@ -68,6 +68,8 @@ READERS = {
     "tubes alter": "cities --partitions 2",
     "tubes drop": "cities",
     "tubes purge": "cities --shard 1",
+    "tubes pause": "cities",
+    "tubes resume": "cities",
     "tubes list": "",
     "tubes attach": "cities events",
     "tubes detach": "cities events",
@@ -97,6 +99,9 @@ ELSEWHERE = {
     "conform": "speaks to a server that need not be ours",
     "pipeline init": "attaches tables in a database that a daemon has been started with; test_local_pipeline tries it",
     "pipeline verify": "reads the database that its configuration names; test_verify tries it",
+    "pipeline history": "talks to the daemon, and writes downstream; test_history tries it",
+    "pipeline compact": "works on tables downstream; test_local_pipeline tries it",
+    "nats": "talks to the daemon and to NATS; test_nats tries it",
     "pipeline run": "talks to the daemon; its configuration names the database of the rows, which it reads",
 }
 

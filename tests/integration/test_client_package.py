@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -89,6 +90,18 @@ def test_each_file_is_in_one_of_the_two_wheels(wheels: dict[str, Path]) -> None:
     assert client & rest == set()
     assert client | rest == {name for name in tracked if (ROOT / name).exists()}
     assert wheels["replicad_client"].stat().st_size < MOST
+
+
+def test_the_sdists_have_every_file_of_the_wheels(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """`python -m build` makes the wheels of the sdists, so a file that an sdist lacks is in neither."""
+    for source, name in ((CLIENT, "replicad_client"), (ROOT, "replicad")):
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+        done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr
+        (made,) = tmp_path.glob(f"{name}-*.tar.gz")
+        with tarfile.open(made) as sdist:
+            packed = {entry.partition("/")[2] for entry in sdist.getnames()}
+        assert files(wheels[name]) - packed == set()
 
 
 def test_both_lists_and_versions_are_the_same() -> None:

@@ -347,6 +347,10 @@ Read it with Spark, in {python} (Spark needs Java 17; the daemon, streams, tubes
   touches = spark.readStream.format("replicad").option("tube", "cities").load()
   touches.writeStream.format("console").option("checkpointLocation", "/tmp/touches").start().awaitTermination()
 
+See a stream in two pages of a browser, each with the orders of its own customer (nothing else has to run):
+
+  {program} demo --web
+
 The copy is in {folder}/downstream, the logs are in {folder}. Read on in README.md."""
 
 

@@ -16,6 +16,9 @@ from replicad.errors import EnvironmentRefused
 from replicad.terminal.command import ReplicadCommand, database_options
 from replicad.terminal.database import database_url
 
+# Seconds, for each address. libpq waits without an end for a host that accepts and does not answer.
+CONNECT_TIMEOUT = "10"
+
 
 @click.command(
     "psql",
@@ -37,13 +40,16 @@ Examples:
 def command(arguments: tuple[str, ...], **options: Any) -> int:
     """Run psql on the named database, or on the embedded Postgres of a running `replicad serve`.
 
-    The options of this command come first; everything else is passed to psql. The exit status is psql's.
+    The options of this command come first; everything else is passed to psql. The exit status is psql's. psql waits 10
+    seconds for the server, or as long as PGCONNECT_TIMEOUT or the URL's connect_timeout says.
     """
     settings = read_settings(DatabaseSettings, options)
     program = _program(embedded=settings.database is None)
     with database_url(settings) as url:
         shown, password = without_password(url)
-        environment = os.environ if password is None else {**os.environ, "PGPASSWORD": password}
+        environment = {"PGCONNECT_TIMEOUT": CONNECT_TIMEOUT, **os.environ}
+        if password is not None:
+            environment["PGPASSWORD"] = password
         return subprocess.run([program, "-d", shown, *arguments], env=environment, check=False).returncode
 
 

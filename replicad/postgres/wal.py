@@ -60,7 +60,7 @@ _REPLY: Final = struct.Struct("!cQQQQB")  # "r", received, flushed, applied, the
 
 _MAY_LISTEN: Final = "SELECT r.rolreplication OR r.rolsuper FROM pg_roles AS r WHERE r.rolname = current_user"
 _NEEDS_ATTRIBUTE: Final = (
-    "this role may not start a WAL sender: ALTER ROLE replicad's role WITH REPLICATION, to hear of commits at once"
+    "the daemon's role may not start a WAL sender, which hears of commits at once: replicad sql roles --replication"
 )
 
 log = get_logger(__name__)

@@ -145,8 +145,8 @@ def test_backfills_are_scheduled_once_per_shard_and_the_command_says_what_it_did
     run("tubes", "create", "t")
     run("tubes", "attach", "t", "cities", "--shard", "all")
     assert run("tubes", "backfill", "t", "--shard", "1-2") == "2 shards scheduled\n"
-    before = "2 shards were scheduled before and have not begun"
-    assert run("tubes", "backfill", "t") == f"1 shards scheduled; {before}\n"
+    before = "2 shards scheduled before, where the backfill has not begun"
+    assert run("tubes", "backfill", "t") == f"1 shard scheduled; {before}\n"
     assert run("tubes", "backfill", "t", "--shard", "1-2") == f"{before}\n"
     assert "no table with a shard of 77 is attached to t" in run("tubes", "backfill", "t", "--shard", "77", status=2)
     assert sum(row["control_count"] for row in run("tubes", "stats", "--json")) == 3
@@ -184,7 +184,7 @@ def test_a_backfill_that_would_read_a_large_table_again_and_again_names_the_inde
     assert "3 shards scheduled" in run(*backfill), "a few times over is only announced"
     run("tubes", "backfill", "t", "--cancel")
     psql(database_url, "CREATE INDEX ON big (\"a b\"); UPDATE pg_class SET reltuples = 5e6 WHERE relname = 'big'")
-    assert run(*backfill, "--shard", "2") == "1 shards scheduled\n"
+    assert run(*backfill, "--shard", "2") == "1 shard scheduled\n"
 
 
 def test_a_table_is_attached_by_its_primary_key_or_by_a_named_one(run: Run, database_url: str) -> None:
@@ -197,7 +197,7 @@ def test_a_table_is_attached_by_its_primary_key_or_by_a_named_one(run: Run, data
     run("tubes", "attach", "films", "film", "--shard", "1", "--key", "code")
     psql(database_url, "UPDATE film SET title = 'x'")
     assert psql(database_url, "SELECT ids FROM tube.films ORDER BY seq").split() == ["{7}", "{70}"]
-    assert "1 shards scheduled" in run("tubes", "backfill", "films")
+    assert "1 shard scheduled" in run("tubes", "backfill", "films")
     assert [row["backfill"] for row in run("tubes", "list", "--json")] == ["scheduled by code"]
     assert "no column called nope" in run("tubes", "attach", "films", "film", "--key", "nope", status=7)
     psql(database_url, "DROP TRIGGER film_films_after_update_trigger ON film")
@@ -612,3 +612,23 @@ def test_psql_gets_a_password_where_no_other_account_sees_it() -> None:
         "s@cret",
     )
     assert without_password("postgresql://me@/app?host=/run") == ("postgresql://me@/app?host=/run", None)
+
+
+@pytest.mark.parametrize(("named", "waits"), [({}, "10"), ({"PGCONNECT_TIMEOUT": "3"}, "3")])
+def test_psql_waits_ten_seconds_for_a_server_or_as_long_as_the_variable_says(
+    tmp_path: Path, named: dict[str, str], waits: str
+) -> None:
+    """libpq alone waits without an end for a host that accepts connections and does not answer."""
+    program = tmp_path / "psql"
+    program.write_text('#!/bin/sh\necho "$PGCONNECT_TIMEOUT $PGPASSWORD"\n')
+    program.chmod(0o700)
+    kept = {name: value for name, value in os.environ.items() if name != "PGCONNECT_TIMEOUT"}
+    done = subprocess.run(
+        [sys.executable, "-m", "replicad", "psql", "--database", "postgresql://me:secret@127.0.0.1:1/app"],
+        env={**kept, **named, "PATH": f"{tmp_path}:{kept['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.stdout == f"{waits} secret\n", done.stderr

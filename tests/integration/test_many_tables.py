@@ -113,7 +113,7 @@ async def test_one_table_is_backfilled_alone(shop: Database, database_url: str) 
     await shop.execute("INSERT INTO customer SELECT n, '' FROM generate_series(1, 3) n; DELETE FROM tube.shop")
     done = await replicad_async("tubes", "backfill", "shop", "--table", "public.customer", "--database", database_url)
     assert done.returncode == 0, done.stderr
-    assert "1 shards scheduled" in done.stdout
+    assert "1 shard scheduled" in done.stdout
     mine = (await shards(shop))["public.customer"]
     with trio.fail_after(PATIENCE):
         while await shop.fetch_value("SELECT NOT coalesce(bool_or(finished), false) FROM tube.tube_backfill"):

@@ -614,12 +614,16 @@ def backfill(
 
 def _scheduled(states: Mapping[str, int]) -> str:
     """What became of the requests for backfills, by their number in each state."""
-    parts = [f"{states['scheduled']:,} shards scheduled"] if states["scheduled"] else []
+    parts = [f"{_shards(states['scheduled'])} scheduled"] if states["scheduled"] else []
     if states["queued"]:
-        parts.append(f"{states['queued']:,} shards queued behind an earlier backfill, until it has left the tube")
+        parts.append(f"{_shards(states['queued'])} queued behind an earlier backfill, until it has left the tube")
     if states["present"]:
-        parts.append(f"{states['present']:,} shards were scheduled before and have not begun")
+        parts.append(f"{_shards(states['present'])} scheduled before, where the backfill has not begun")
     return "; ".join(parts) or "0 shards scheduled"
+
+
+def _shards(number: int) -> str:
+    return f"{number:,} shard{'' if number == 1 else 's'}"
 
 
 async def _ranges_of(tubes: Tubes, tube: str, chosen: ShardSet, tables: Sequence[str]) -> Sequence[tuple[int, int]]:

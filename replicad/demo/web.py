@@ -160,6 +160,7 @@ class WebDemo(Demo):
             self.show.step("Making a table of orders, and the stream of its changes")
             for part in reversed(schema.PARTS):  # remove what an earlier run has left
                 await schema.uninstall(db, part)
+            await schema.install(db, "stream")  # no daemon runs yet
             await db.execute(load_sql("demo_shop"))
             options = ("--changes", "--filter", "customer_id", "--snapshot")
             await self._command("streams", "add", "orders", "--table", "public.orders", *options)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -55,6 +59,32 @@ async def orders(database: Database) -> Database:
     await registry.add_changes("orders", "public.orders", RecordedChanges(filters=("customer_id",)))
     await registry.request_snapshot("orders")
     return database
+
+
+@pytest.mark.long  # it starts a Postgres and a daemon
+def test_the_command_serves_both_pages_and_ends_on_an_interrupt() -> None:
+    with tempfile.TemporaryDirectory(prefix="replicad-demo-web-") as place:
+        Path(place).chmod(0o711)  # the account of the Postgres can enter it
+        command = [sys.executable, "-m", "replicad", "demo", "--web"]
+        with subprocess.Popen(
+            command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            assert process.stdout is not None
+            said = []
+            try:
+                for line in process.stdout:
+                    said.append(line)
+                    if "The daemon serves" in line:
+                        break
+                addresses = re.findall(r"http://127\.0\.0\.1:\d+/\d+", "".join(said))
+                assert [int(one.rpartition("/")[2]) for one in addresses] == list(CUSTOMERS), "".join(said)
+                for address in addresses:
+                    with urlopen(address, timeout=PATIENCE) as answer:
+                        assert b"Orders of customer" in answer.read()
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.stdout.read()
+            assert process.wait(PATIENCE) == 130
 
 
 async def ids_of(db: Database, customer: int) -> list[int]:

@@ -566,6 +566,7 @@ def test_a_table_is_swapped_and_its_key_renamed_beside_readers(world: World) -> 
     assert [one["tbl"] for one in listed if one["tube"] == "parcels"] == ["parcels"]
 
 
+@pytest.mark.long
 def test_a_reader_that_was_away_for_too_long_begins_anew(world: World, tmp_path: Path) -> None:
     page = "howto/retention.md"
     write_programs(page, tmp_path)

@@ -50,7 +50,7 @@ class Lake:
         return [f"{self._sink.uri.rstrip('/')}/{unquote(one.path)}" for one in files]
 
     def changes(self) -> pa.Table:
-        """The newest change of each key that the layer of changes has, with `_gone` for a delete."""
+        """The newest change of each key that the layer of changes has, with `_replicad_gone` for a delete."""
         schema = pa.schema([*self.schema, (CHANGE, pa.int64()), (GONE, pa.bool_())])
         if not self._changed:
             return schema.empty_table()

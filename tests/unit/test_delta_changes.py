@@ -205,8 +205,8 @@ def test_a_table_of_another_mode_is_refused_and_so_is_a_column_of_ours(tmp_path:
     Table(tmp_path / "t", ROWS)
     with pytest.raises(UsageError, match="was made with another `mode`"):
         DeltaSink(str(tmp_path / "t"), mode=CHANGES).prepare(SHAPE)
-    with pytest.raises(UsageError, match='column "_gone"'):
-        DeltaSink(str(tmp_path / "u"), mode=CHANGES).check_columns(["id", "_gone"])
+    with pytest.raises(UsageError, match='column "_replicad_gone"'):
+        DeltaSink(str(tmp_path / "u"), mode=CHANGES).check_columns(["id", "_replicad_gone"])
     with pytest.raises(UsageError, match="give one of rows, changes"):
         DeltaSink(str(tmp_path / "u"), mode="both")
 

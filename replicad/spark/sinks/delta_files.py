@@ -29,7 +29,7 @@ from replicad.errors import EnvironmentRefused
 from replicad.spark.enrich import conform
 from replicad.spark.sinks.base import ordered
 
-GONE = "_gone"  # column of changes: the row was deleted
+GONE = "_replicad_gone"  # column of changes: the row was deleted
 FILE_BYTES = 64 << 20  # of rows in memory: of a file that we write, and of changes that are merged at once
 _FIRST: tuple[Any, ...] = (-(1 << 40),)  # below every key
 _LAST: tuple[Any, ...] = (1 << 40,)
@@ -131,12 +131,12 @@ def groups_of(files: Iterable[DataFile]) -> list[FileGroup]:
 
 
 class ChangeSource(Protocol):
-    """Changes in the order of (_shard, id), each key once. `keys` has these two columns, and `_gone`."""
+    """Changes in the order of (_shard, id), each key once. `keys` has these two columns, and `_replicad_gone`."""
 
     keys: pa.Table
 
     def rows(self, start: int, stop: int) -> pa.Table:
-        """The changes from one place to another, with the column `_gone`."""
+        """The changes from one place to another, with the column `_replicad_gone`."""
 
 
 class HeldChanges:

@@ -16,15 +16,17 @@ from replicad.spark.session import build_session, check_pyspark, check_session
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from replicad.spark.lake import Lake
     from replicad.spark.pipeline_config import PipelineConfig
     from replicad.spark.pipeline_file import load_config
     from replicad.spark.reports import BatchReport, PipelineResult
 
-__all__ = ["BatchReport", "PipelineConfig", "PipelineResult", "build_session", "load_config", "register"]
+__all__ = ["BatchReport", "Lake", "PipelineConfig", "PipelineResult", "build_session", "load_config", "register"]
 
 __getattr__ = exported(
     __name__,
     {
+        "Lake": "lake",
         "PipelineConfig": "pipeline_config",
         "load_config": "pipeline_file",
         **dict.fromkeys(("BatchReport", "PipelineResult"), "reports"),

@@ -54,7 +54,7 @@ from replicad.spark.sinks.delta_files import (
 ROWS, CHANGES = "rows", "changes"
 MODES = {
     ROWS: "the table has the rows; a batch writes the files anew that have its ids",
-    CHANGES: "batches are appended, and readers lay them over the rows: a view or replicad.spark.lake",
+    CHANGES: "batches are appended, and readers lay them over the rows: a view or replicad.spark.Lake",
 }
 BASE_LAYER, CHANGES_LAYER = "base", "changes"  # values of the column _layer, the partition of a table of changes
 LAYER, CHANGE = "_layer", "_change"

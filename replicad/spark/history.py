@@ -54,7 +54,7 @@ _NAMES = frozenset(name for name, _ in (*_OURS, *_OTHERS))
 Version = dict[str, Any]  # a row of the history: the value of each column but those of _OTHERS
 
 
-class _Number(str):
+class _ExactNumber(str):
     """A number of JSON as it was written: a float would round a numeric."""
 
 
@@ -194,7 +194,7 @@ class TableHistory:
         """
         held: list[_Recorded] = []
         for token, line in lines:
-            found = json.loads(line, parse_float=_Number, parse_int=_Number)
+            found = json.loads(line, parse_float=_ExactNumber, parse_int=_ExactNumber)
             if not isinstance(found, dict) or not {"op", "schema", "at"} <= found.keys():
                 raise UsageError(
                     f"stream {self._stream} has no changes of a table: it was added without --changes "
@@ -456,7 +456,7 @@ def _digest(values: Version) -> int:
 
 def _as_json(value: Any) -> str:
     """The text of a value of JSON, with numbers as they were written."""
-    if isinstance(value, _Number):
+    if isinstance(value, _ExactNumber):
         return str(value)
     if isinstance(value, list):
         return f"[{', '.join(map(_as_json, value))}]"
@@ -471,7 +471,7 @@ def _value(value: Any, kind: pa.DataType, type: str) -> Any:  # noqa: PLR0911 - 
         return None
     if pa.types.is_string(kind):
         is_text = isinstance(value, str) and type not in ("json", "jsonb")
-        return str(value) if is_text or isinstance(value, _Number) else _as_json(value)
+        return str(value) if is_text or isinstance(value, _ExactNumber) else _as_json(value)
     if pa.types.is_boolean(kind):
         return bool(value)
     if pa.types.is_integer(kind):

@@ -86,11 +86,26 @@ def filter_number(stream: ServedStream, column: str) -> int:
     return filters.index(column) + 1
 
 
-def part_rows(stream: ServedStream, number: int, value: str) -> TableRows:
-    """The changes with one value of a filter, and those that concern every reader."""
+async def read_part(
+    stream: ServedStream, number: int, value: str, span: tuple[int, int], *, rows: int, size: int
+) -> tuple[list[Chunk], bool]:
+    """The changes with one value of a filter, and the changes for every reader, after span[0] up to span[1].
+
+    At most so many rows, and `size` bytes and one chunk more. Also whether there are no others in the span.
+    """
     column = f"t.by_{number}"
     everybody = f"{column} IS NULL AND t.op IN ('t', 's')"
-    return changed_rows(stream, stream.stream.row or "", f"({column} = {quote_literal(value)} OR {everybody})")
+    part = changed_rows(stream, stream.stream.row or "", f"({column} = {quote_literal(value)} OR {everybody})")
+    chunks: list[Chunk] = []
+
+    async def collect(chunk: Chunk) -> None:
+        chunks.append(chunk)
+        if sum(len(one.data) for one in chunks) >= size:
+            raise Enough
+
+    with suppress(Enough):
+        return chunks, await part.copy_range(*span, collect, limit=rows) < rows
+    return chunks, False
 
 
 def changed_rows(stream: ServedStream, row: str, only: str | None = None) -> TableRows:
@@ -208,17 +223,8 @@ class FilterFeed:
 
     async def _send_old(self, reader: FilteredReader, value: str, after: int, upto: int) -> int:
         """Send some old changes in (after, upto]; returns up to where."""
-        rows = part_rows(self._stream, self._number, value)
-        chunks: list[Chunk] = []
-
-        async def collect(chunk: Chunk) -> None:
-            chunks.append(chunk)
-            if sum(len(one.data) for one in chunks) >= OLD_BYTES:
-                raise Enough
-
-        whole = False
-        with suppress(Enough):
-            whole = await rows.copy_range(after, upto, collect, limit=OLD_ROWS) < OLD_ROWS
+        span = (after, upto)
+        chunks, whole = await read_part(self._stream, self._number, value, span, rows=OLD_ROWS, size=OLD_BYTES)
         if chunks:
             preface, reader.preface = reader.preface, b""
             await reader.session.send(preface + chunks[0].data, *(chunk.data for chunk in chunks[1:]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import trio
@@ -20,11 +19,11 @@ from replicad.daemon.joined import Joined
 from replicad.daemon.service import PageRequest, RowPage
 from replicad.errors import RowUnreadable
 from replicad.protocol.tokens import Vector
-from replicad.streams.chunks import HEAD, Chunk, Enough, line_token
+from replicad.streams.chunks import HEAD, line_token
 from replicad.streams.registry import Stream
 from replicad.streams.row_text import MASTER
 from replicad.streams.serving.copying import Copying
-from replicad.streams.serving.filters import filter_number, part_rows
+from replicad.streams.serving.filters import filter_number, read_part
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.served_stream import ServedStream
@@ -230,29 +229,20 @@ class RowPages:
         """The page of a part; None if another generation has begun meanwhile. A full page ends at its last row."""
         assert wanted.part is not None
         column, value = wanted.part
-        rows = part_rows(stream, filter_number(stream, column), value)
+        number = filter_number(stream, column)
         token = None if wanted.token == "EARLIEST" else Vector.parse(wanted.token)  # noqa: S105 - no secret
         start = await begin(stream, wanted.token, wanted.asker, linear=False)
         after = start.positions[MASTER]
         upto = max(after, stream.sent_upto)
-        chunks: list[Chunk] = []
-
-        async def collect(chunk: Chunk) -> None:
-            chunks.append(chunk)
-            if sum(len(one.data) for one in chunks) >= PAGE_BYTES:
-                raise Enough
-
-        full = True
         async with self._publisher.catchups.places.place(wanted.asker):
-            with suppress(Enough):
-                full = await rows.copy_range(after, upto, collect, limit=wanted.limit) == wanted.limit
+            chunks, whole = await read_part(stream, number, value, (after, upto), rows=wanted.limit, size=PAGE_BYTES)
         if start.lane.epoch != start.epoch:
             return None
         found = [line for chunk in chunks for line in bytes(chunk.data).split(b"\n")[:-1]]
         lines = await _described(stream, start, found)
-        end = chunks[-1].token if full and chunks else None
+        end = None if whole or not chunks else chunks[-1].token
         named = token is not None and token.epoch is not None
-        return RowPage(lines, str(Vector(end or upto, epoch=start.epoch)), full, named, wanted.part)
+        return RowPage(lines, str(Vector(end or upto, epoch=start.epoch)), not whole, named, wanted.part)
 
 
 async def _described(stream: ServedStream, start: Start, lines: list[bytes]) -> tuple[bytes, ...]:

@@ -378,14 +378,14 @@ class Registry:
         """The snapshots of all streams in their order, the latest finished ones too."""
         return [Snapshot(*row) for row in await self._rows("stream_snapshots")]
 
-    async def look_after_changes(self) -> list[tuple[str, str]]:
+    async def look_after_changes(self) -> list[tuple[str, str, str]]:
         """Look after all streams of changes: partitions, shapes of tables, triggers that are off. Returns the
-        streams that may have missed changes, or for which this was not possible, with the reason. To be called
-        regularly.
+        streams that may have missed changes, or for which this was not possible: the name, a code
+        (`changes_missed`, `denied` or `locked`), and the reason. To be called regularly.
         """
         while await self._value("stream_changes_extend"):
             pass
-        return [(row["name"], row["problem"]) for row in await self._rows("stream_changes_look")]
+        return [(row["name"], row["code"], row["problem"]) for row in await self._rows("stream_changes_look")]
 
     async def descriptions(self, stream: Stream) -> list[tuple[int, str]]:
         """What describes the columns of the rows of a stream of changes, newest first: the id from which on it counts,

@@ -14,7 +14,7 @@ from replicad.streams.serving.intervals import StreamIntervals
 KIND = "stream"  # of the troubles of one stream: it is served, and changes of its table may be missing
 CAUSE = "recording"  # of these troubles
 TASK = "changes"  # the name of the work in troubles of the service
-MISSED = "changes_missed"
+LOCKED = "locked"  # the code of what the next look may do
 
 
 class Recording:
@@ -27,20 +27,29 @@ class Recording:
         self._troubles = troubles
         self._wanted = wanted
         self._pace = pace
-        self._missing: set[str] = set()  # streams whose trouble was reported
+        self._troubled: set[str] = set()  # streams whose trouble was reported
+        self._locked: set[str] = set()  # streams that the last look found locked
 
     async def look(self) -> None:
-        """Look regularly until cancelled. What a daemon may not do, or what was missed, is a trouble of the stream."""
+        """Look regularly until cancelled. What a daemon may not do, or what was missed, is a trouble of the stream. So
+        is a lock that two looks have met.
+        """
         while True:
             with self._troubles.contain("service", TASK, "look"):
-                if self._wanted() or self._missing:
-                    found = dict(await self._registry.look_after_changes())
-                    for name in self._missing - found.keys():
-                        self._troubles.end(KIND, name, CAUSE)
-                    for name, reason in found.items():
-                        self._troubles.begin(KIND, name, CAUSE, reason, code=MISSED)
-                    self._missing = set(found)
+                if self._wanted() or self._troubled:
+                    self.report(await self._registry.look_after_changes())
             await trio.sleep(self._pace.changes)
+
+    def report(self, found: list[tuple[str, str, str]]) -> None:
+        """Begin and end the troubles of streams as a look has found them (`Registry.look_after_changes`)."""
+        locked = {name for name, code, _ in found if code == LOCKED}
+        troubled = {name: (code, reason) for name, code, reason in found if name not in locked - self._locked}
+        for name in self._troubled - troubled.keys() - locked:
+            self._troubles.end(KIND, name, CAUSE)
+        for name, (code, reason) in troubled.items():
+            self._troubles.begin(KIND, name, CAUSE, reason, code=code)
+        self._troubled = set(troubled) | (self._troubled & locked)
+        self._locked = locked
 
     async def send_snapshots(self) -> None:
         """Send the unfinished snapshots until cancelled, beside other processes that do it."""

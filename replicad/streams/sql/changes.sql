@@ -458,21 +458,42 @@ LANGUAGE sql STABLE AS $$
             AND g.tgargs = convert_to($1::text, getdatabaseencoding()) || decode('00', 'hex'))
 $$;
 
+-- stream_owner_remedy(owner, call): what lets the asking role do what only this owner may do: membership, or a superuser who does it.
+CREATE OR REPLACE FUNCTION stream_owner_remedy(owner oid, call text) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT CASE WHEN r.rolsuper THEN '' ELSE format('run: GRANT %I TO %I; or ', r.rolname, current_user) END || 'run as a superuser: ' || call
+    FROM pg_roles r WHERE r.oid = owner
+$$;
+
+-- stream_change_runner(c): the role to which the trigger function of a stream of changes belongs, since its rights are what the trigger
+-- has: the owner of the table, whose code types and predicate may run. A table of a superuser is recorded with the rights of the owner of
+-- this schema, if that role may read the table: then daemons can renew the function. A predicate may read more than the
+-- table, so there it is the asking role.
+CREATE OR REPLACE FUNCTION stream_change_runner(c stream_changes) RETURNS oid
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce(stream_runs_as(c.source), CASE
+        WHEN c.predicate IS NULL AND has_table_privilege(n.nspowner, c.source, 'SELECT') AND pg_has_role(n.nspowner, 'MEMBER')
+            AND pg_get_userbyid(n.nspowner) !~ '^pg_' THEN n.nspowner
+        ELSE (SELECT r.oid FROM pg_roles r WHERE r.rolname = current_user) END)
+    FROM pg_namespace n WHERE n.nspname = current_schema()
+$$;
+
 -- stream_change_function_ensure(number): makes the trigger function of a stream of changes as the present shape of its table wants it,
--- if it is not so. The function runs with the rights of the table's owner, whose code types and predicate may run. Writes the
--- function, and what stream_shape_ensure writes.
+-- if it is not so. Raises insufficient_privilege, with the remedy, where the function belongs to a role that the asking role is no
+-- member of. Writes the function, and what stream_shape_ensure writes.
 CREATE OR REPLACE FUNCTION stream_change_function_ensure(stream_number integer) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
     c stream_changes;
-    owner oid;
+    runner oid;
+    present record;
     signature text := format('%I.change_%s()', current_schema(), stream_number);
     body text := stream_change_body(stream_number, stream_shape_ensure(stream_number));
     path text;
     settings text[];
 BEGIN
     SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
-    owner := stream_runs_as(c.source);
+    runner := stream_change_runner(c);
     path := 'search_path=' || stream_path_text(c.path);
     settings := ARRAY[path] || CASE
         WHEN c.predicate IS NOT NULL THEN stream_fixed()
@@ -481,25 +502,34 @@ BEGIN
             WHEN 'zone' THEN ARRAY['TimeZone=UTC']
             ELSE stream_fixed() END
         END;
-    IF EXISTS (SELECT FROM pg_proc p WHERE p.oid = to_regprocedure(signature) AND p.prosrc = body AND p.prosecdef
-            AND p.proconfig = settings AND p.proowner = coalesce(owner, p.proowner)) THEN
+    SELECT r.rolname, r.rolsuper, p.proowner, p.prosrc = body AND p.prosecdef AND p.proconfig = settings AS fits INTO present
+        FROM pg_proc p JOIN pg_roles r ON r.oid = p.proowner WHERE p.oid = to_regprocedure(signature);
+    IF present.fits AND (present.proowner = runner OR present.rolsuper AND stream_runs_as(c.source) IS NULL) THEN
         RETURN;
+    ELSIF present.rolname IS NOT NULL AND NOT pg_has_role(present.proowner, 'USAGE') THEN
+        RAISE EXCEPTION USING ERRCODE = 'insufficient_privilege', MESSAGE = format(
+                'the trigger function %s belongs to role %I, and role %I may not make it anew for the present columns of %s. Changes are '
+                'recorded, but each statement that writes there is prepared again', signature, present.rolname, current_user, c.source),
+            HINT = stream_owner_remedy(present.proowner, format('SELECT %I.stream_changes_look()', current_schema()));
     END IF;
     EXECUTE format('CREATE OR REPLACE FUNCTION %s RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s%s AS %L',
         signature, stream_path_text(c.path), (SELECT string_agg(format(' SET %s = %L', split_part(s.setting, '=', 1),
             split_part(s.setting, '=', 2)), '' ORDER BY s.n) FROM unnest(settings) WITH ORDINALITY AS s (setting, n) WHERE s.n > 1), body);
     EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', signature);
     EXECUTE format('COMMENT ON FUNCTION %s IS %L', signature, 'replicad: records the changes of ' || stream_qualified(c.source));
-    IF owner IS NOT NULL THEN
-        PERFORM stream_give(signature, owner);
-        EXECUTE format('GRANT USAGE ON SCHEMA %I TO %I', current_schema(), pg_get_userbyid(owner));
-        EXECUTE format('GRANT INSERT ON change_%s TO %I', stream_number, pg_get_userbyid(owner));
+    IF pg_get_userbyid(runner) <> current_user OR present.rolname <> current_user THEN
+        PERFORM stream_give(signature, runner);
+    END IF;
+    IF stream_runs_as(c.source) IS NOT NULL THEN
+        EXECUTE format('GRANT USAGE ON SCHEMA %I TO %I', current_schema(), pg_get_userbyid(runner));
+        EXECUTE format('GRANT INSERT ON change_%s TO %I', stream_number, pg_get_userbyid(runner));
     END IF;
 END
 $$;
 
 -- stream_changes_ensure(number): makes the function and the triggers of a stream of changes as they should be: of all partitions, enabled.
--- Where it changes triggers, writers of the table wait for the transaction's end. Writes functions and triggers.
+-- Where it changes triggers, writers of the table wait for the transaction's end. Raises RS002 and insufficient_privilege, with the remedy,
+-- where only another role may. Writes functions and triggers.
 CREATE OR REPLACE FUNCTION stream_changes_ensure(stream_number integer) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -527,6 +557,12 @@ BEGIN
             END IF;
         END LOOP;
     END LOOP;
+EXCEPTION WHEN insufficient_privilege THEN
+    IF member IS NULL THEN
+        RAISE;  -- by stream_change_function_ensure
+    END IF;
+    PERFORM stream_refuse(format('role %I cannot make the triggers that record %s: %s', current_user, member, SQLERRM),
+        stream_owner_remedy(k.relowner, format('SELECT %I.stream_changes_look()', current_schema()))) FROM pg_class k WHERE k.oid = member;
 END
 $$;
 
@@ -727,7 +763,8 @@ BEGIN
 END
 $$;
 
--- stream_changes_remove(number): drops the triggers, the function and the table of a stream of changes. Does nothing for other streams.
+-- stream_changes_remove(number): drops the triggers, the function and the table of a stream of changes. Does nothing for other streams. Raises
+-- RS002, with the remedy, where only another role may.
 CREATE OR REPLACE FUNCTION stream_changes_remove(stream_number integer) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -746,6 +783,11 @@ BEGIN
     END LOOP;
     EXECUTE format('DROP FUNCTION IF EXISTS change_%s()', stream_number);
     EXECUTE format('DROP TABLE IF EXISTS change_%s', stream_number);
+EXCEPTION WHEN insufficient_privilege THEN
+    PERFORM stream_refuse(format('role %I cannot remove what records the changes of %s: %s', current_user, c.source, SQLERRM),
+        stream_owner_remedy(k.relowner, format('SELECT %I.stream_remove(%L)', current_schema(), s.name)))
+        FROM stream s, stream_changes c JOIN pg_class k ON k.oid = c.source WHERE s.number = stream_number AND c.stream = s.number;
+    RAISE;
 END
 $$;
 

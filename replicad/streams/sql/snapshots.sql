@@ -190,15 +190,18 @@ $$;
 
 -- stream_changes_look(): to be called regularly: looks after all streams of changes. It makes trigger functions as the present shapes of the
 -- tables want them, follows new partitions, and asks for a snapshot of those that have rows already. It notes what may have
--- been missed: triggers that are off or were changed, and partitions that left the table with their rows. Returns the names of streams that
--- may have missed changes (stream_changes_fault), or where a lock or a right kept it from this, with the reason. Writes functions, triggers, stream_changes, stream_change_member and stream_snapshot.
-CREATE OR REPLACE FUNCTION stream_changes_look() RETURNS TABLE (name text, problem text)
+-- been missed: triggers that are off or were changed, and partitions that left the table with their rows. Returns the names of streams with
+-- problems: the code changes_missed, where changes may be missing (stream_changes_fault); denied, where a right or the table
+-- itself kept it from this; locked, where a lock did, so that the next call may succeed. Writes functions, triggers, stream_changes,
+-- stream_change_member and stream_snapshot.
+CREATE OR REPLACE FUNCTION stream_changes_look() RETURNS TABLE (name text, code text, problem text)
 LANGUAGE plpgsql SET lock_timeout = '100ms' AS $$
 DECLARE
     c stream_changes;
     m record;
     made text;
     why text;
+    remedy text;
     filled boolean;
 BEGIN
     FOR c IN SELECT x.* FROM stream_changes x JOIN pg_class k ON k.oid = x.source ORDER BY x.stream FOR UPDATE OF x SKIP LOCKED LOOP
@@ -235,14 +238,23 @@ BEGIN
                 PERFORM stream_change_function_ensure(c.stream);
                 UPDATE stream_changes x SET marks = made WHERE x.stream = c.stream;
             END IF;
-            SELECT stream_changes_fault(s) INTO problem FROM stream s WHERE s.number = c.stream;
-            IF problem IS NOT NULL THEN
-                RETURN NEXT;
-            END IF;
+            code := NULL;
+            problem := NULL;
         EXCEPTION WHEN lock_not_available OR insufficient_privilege OR SQLSTATE 'RS002' THEN
-            problem := SQLERRM;
-            RETURN NEXT;
+            GET STACKED DIAGNOSTICS remedy = PG_EXCEPTION_HINT;
+            code := CASE SQLSTATE WHEN '55P03' THEN 'locked' ELSE 'denied' END;
+            problem := CASE
+                WHEN code = 'locked' THEN format('new columns and partitions of %s cannot be followed while another session locks it: %s', c.source, SQLERRM)
+                ELSE concat_ws('; ', SQLERRM, nullif(remedy, '')) END;
         END;
+        SELECT stream_changes_fault(s) INTO why FROM stream s WHERE s.number = c.stream;
+        IF why IS NOT NULL THEN
+            problem := concat_ws('. Also: ', why, problem);
+            code := CASE WHEN code = 'locked' AND c.missed_at IS NULL THEN code ELSE 'changes_missed' END;
+        END IF;
+        IF problem IS NOT NULL THEN
+            RETURN NEXT;
+        END IF;
     END LOOP;
 END
 $$;

@@ -40,6 +40,19 @@ CREATE OR REPLACE FUNCTION tube_belong(what text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 {belong}$$;
 
+-- tube_check_function(signature): raises RT005, with the remedy, where a function of ours belongs to a role that the asking role is no member
+-- of, so that only that role may replace or drop it: a superuser who has attached the table, or the table's owner. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_check_function(signature text) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_refuse('RT005', format('function %s belongs to role %I, and role %I may neither replace nor drop it', p.oid::regprocedure,
+            r.rolname, current_user),
+        CASE WHEN r.rolsuper THEN 'do the same as a superuser' ELSE format('run: GRANT %I TO %I; or do the same as a superuser', r.rolname, current_user) END)
+        FROM pg_proc p JOIN pg_roles r ON r.oid = p.proowner
+        WHERE p.oid = to_regprocedure(signature) AND NOT pg_has_role(p.proowner, 'USAGE');
+END
+$$;
+
 -- tube_reader(owner): the function that runs queries as this role; NULL where there is none. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_reader(owner oid) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$

@@ -175,11 +175,16 @@ BEGIN
         PERFORM tube_refuse('RT005', format('function %s exists and is not ours', full_name),
             'rename it, or rename the table: attached tables have a function of that name. If it is one of pg-tube: replicad tubes pg-tube');
     ELSIF present IS DISTINCT FROM body THEN
+        PERFORM tube_check_function(format('%s(%s[], character, jsonb, integer)', full_name, kind));
         EXECUTE format('CREATE OR REPLACE FUNCTION %s(ids %s[], op character = ''T'', payload jsonb = NULL,'
             ' chunk_size integer = %s) RETURNS %s LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s'
             ' SET row_security = off%s AS %L', full_name, kind, tube_pod_size(kind), returns, tube_path_text(path), tube_fixed_sql(), body);
         EXECUTE format('COMMENT ON FUNCTION %s(%s[], character, jsonb, integer) IS %L', full_name, kind,
             'replicad: touches ids in the tubes that the table is attached to');
+        -- Rows are read as the table's owner (tube_owner_rows), so that the owner of this schema, who detaches the table, may have it.
+        IF tube_runs_as(tbl) IS NOT NULL AND (SELECT r.rolsuper FROM pg_roles r WHERE r.rolname = current_user) THEN
+            PERFORM tube_belong(format('FUNCTION %s(%s[], character, jsonb, integer)', full_name, kind));
+        END IF;
     END IF;
 END
 $outer$;
@@ -208,6 +213,7 @@ BEGIN
         WHERE right(p.proname, 6) = '_touch' AND strpos(p.prosrc, E'\n' || marker || E'\n') = 1
             AND (p.pronamespace, p.proname) NOT IN (SELECT n.relnamespace, n.name FROM named n)  -- by a hash
     LOOP
+        PERFORM tube_check_function(stale::text);
         EXECUTE format('DROP FUNCTION %s', stale);
     END LOOP;
 END

@@ -123,6 +123,7 @@ BEGIN
             AND p.proconfig = ARRAY['search_path=' || setting] || CASE WHEN fixed THEN tube_fixed() ELSE '{}' END
             AND p.proowner = coalesce(owner, p.proowner)
             AND obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube) THEN
+        PERFORM tube_check_function(format('%I()', name));
         EXECUTE format('CREATE OR REPLACE FUNCTION %I() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
             ' SET search_path = %s%s AS %L', name, setting, CASE WHEN fixed THEN tube_fixed_sql() END, body);
         EXECUTE format('REVOKE EXECUTE ON FUNCTION %I() FROM PUBLIC', name);
@@ -156,6 +157,7 @@ BEGIN
         )
         SELECT o.oid FROM ours o WHERE NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgfoid = o.oid)
     LOOP
+        PERFORM tube_check_function(stale::text);
         EXECUTE format('DROP FUNCTION %s', stale);
     END LOOP;
 END

@@ -32,6 +32,8 @@ BEGIN
         EXECUTE format('DROP SCHEMA %I CASCADE', folder);
     END LOOP;
     CREATE SCHEMA public;
+    DELETE FROM tube.tube_generation;  -- a fork moves the sequences far up
+    PERFORM setval('tube.tube_seq', 1, false), setval('tube.tube_term_seq', 1, false);
 END
 $$
 """

@@ -153,6 +153,50 @@ async def test_of_many_who_claim_at_once_one_gets_the_partition_and_only_silent_
     assert won > 9
 
 
+async def test_who_begins_a_generation_and_who_claims_meanwhile_do_not_wait_for_each_other(tube: Database) -> None:
+    await claim(tube, 2, 1, "you")
+    seen = await tube.fetch_value("SELECT id FROM tube.tube_generation_now()")
+    refused = trio.Event()
+
+    async def claim_meanwhile() -> None:
+        with pytest.raises(LeaseLost, match="history forked"):
+            await claim(tube, 2, 1, "you")
+        refused.set()
+
+    async with tube.connection() as forking, trio.open_nursery() as nursery:
+        async with forking.transaction():
+            assert await forking.fetch_value("SELECT tube.tube_fork($1, 'restarted')", seen) != seen
+            nursery.start_soon(claim_meanwhile)
+            await wait_for_lock(tube)
+            await claim(forking, 2, 0)  # locks the tube's row too
+        await refused.wait()
+
+
+async def test_who_finds_a_generation_begun_by_another_holds_up_no_other_tube(tube: Database) -> None:
+    await tube.execute("SELECT tube.tube_ensure_exists('b', 1)")
+    seen = await tube.fetch_value("SELECT (tube.tube_continue()).id")
+    claimed = trio.Event()
+
+    async def claim_late() -> None:
+        async with tube.connection() as late, late.transaction():
+            assert await late.fetch_value("SELECT tube.tube_fork($1, 'restarted')", seen) != seen
+            await claim(late, 2, 0)
+        claimed.set()
+
+    async with tube.connection() as forking, tube.connection() as slow, trio.open_nursery() as nursery:
+        async with slow.transaction():
+            await slow.execute("SELECT tube.tube_lock('a')")
+            async with forking.transaction():
+                await forking.fetch_value("SELECT tube.tube_fork($1, 'restarted')", seen)
+                nursery.start_soon(claim_late)
+                await wait_for_lock(tube)
+            with trio.fail_after(PATIENCE):
+                await tube.fetch_value(CLAIM.replace("'a'", "'b'"), 1, 0, "other", [])
+                await slow.fetch_value("SELECT tube.tube_generation_check((tube.tube_generation_now()).id)")
+            assert not claimed.is_set()
+        await claimed.wait()
+
+
 async def test_an_ack_under_way_holds_off_the_takeover_and_the_next_one_is_refused(tube: Database) -> None:
     term, beat = await claim(tube, 2, 0)
     seqs = [row["seq"] for row in await tube.fetch("SELECT seq FROM tube.a WHERE shard % 2 = 0 ORDER BY seq")]

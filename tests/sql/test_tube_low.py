@@ -75,8 +75,8 @@ async def test_a_daemon_moves_the_mark_while_its_workers_ack(db: Database) -> No
 async def test_a_mark_above_the_position_is_not_believed_and_goes_with_the_tube(db: Database) -> None:
     await db.execute("SELECT tube.tube_ensure_exists('a'); SELECT tube.a_touch(0, '{7}', 'U')")
     seq = await db.fetch_value("SELECT seq FROM tube.a")
+    term = await db.fetch_value(CLAIM, 1)  # begins the first generation, which begins the marks anew
     await db.execute("SELECT tube.tube_low_put('a', 1, 0, false, $1)", seq + 100)
-    term = await db.fetch_value(CLAIM, 1)
     plan = "SELECT pods FROM tube.tube_plan('a', 1, 0, $1, 0, 0, $2, 10)"
     assert await db.fetch_value(plan, term, seq) == 1
     assert await db.fetch_value(plan, term, seq + 100) == 0

@@ -92,10 +92,11 @@ DECLARE
     new_id text := left(md5(gen_random_uuid()::text), 16);
 BEGIN
     PERFORM pg_advisory_xact_lock(hashtext('replicad tube generations ' || current_schema()));
-    SELECT * INTO g FROM tube_generation x ORDER BY x.number DESC LIMIT 1 FOR UPDATE;
+    g := tube_generation_now();
     IF g.id IS DISTINCT FROM seen THEN
         RETURN g.id;
     END IF;
+    PERFORM FROM tube_generation x WHERE x.number = g.number FOR UPDATE;  -- waits for those who go on in it
     IF NOT (SELECT bool_and(i.indisvalid) AND count(*) = 2 FROM pg_index i
             WHERE i.indrelid IN ('tube_generation'::regclass, 'tube_lease'::regclass) AND i.indisprimary) THEN
         PERFORM tube_refuse('RT009', 'a dump is being restored into this database: its tubes have no primary keys yet',
@@ -160,7 +161,8 @@ END
 $$;
 
 -- tube_generation_check(in_generation): raises RT002 unless that is the present generation, valid still. Until the
--- transaction ends no other generation begins. Locks the generation's row.
+-- transaction ends no other generation begins. Locks the generation's row: before a tube's row, or two who come at a fork
+-- wait for each other.
 CREATE OR REPLACE FUNCTION tube_generation_check(in_generation text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN

@@ -16,7 +16,8 @@ $$;
 --               are removed. If their holder is still alive, its term is refused from now on.
 -- The lease belongs to the present generation (generations.sql), which begins here if history has forked.
 -- Two leases overlap when a shard could belong to both: p/n and q/m where p = q modulo gcd(n, m).
--- Raises RT001, RT003, RT004 (with the holder), RT005. Locks the tube's row in tube_registry, writes tube_lease.
+-- Raises RT001, RT002 (history forks meanwhile), RT003, RT004 (with the holder), RT005. Locks the tube's row in
+-- tube_registry, writes tube_lease.
 CREATE OR REPLACE FUNCTION tube_lease_claim(
     tube text, partitions integer, partition integer, holder text, ttl interval, expired bigint[],
     OUT term bigint, OUT beat bigint, OUT generation text
@@ -24,10 +25,11 @@ CREATE OR REPLACE FUNCTION tube_lease_claim(
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     present text := (tube_continue()).id;
-    t tube_registry := tube_lock(tube);
+    t tube_registry;
     other tube_lease;
 BEGIN
     PERFORM tube_generation_check(present);
+    t := tube_lock(tube);
     PERFORM tube_check_partition(partitions, partition);
     IF partitions <> 1 THEN
         PERFORM tube_check_partitions(tube, partitions);

@@ -334,10 +334,12 @@ async def first_changes(client: Any, token: object, where: tuple[str, str] | Non
     raise AssertionError(token)
 
 
-async def jump(db: Database, ids: int) -> None:
+async def jump(db: Database, ids: int, number: int = 1) -> None:
     """Take so many ids of the table of changes and write none of them."""
     await db.execute(
-        "SELECT count(nextval(pg_get_serial_sequence('replicad.change_1', 'id'))) FROM generate_series(1, $1)", ids
+        "SELECT count(nextval(pg_get_serial_sequence($2, 'id'))) FROM generate_series(1, $1)",
+        ids,
+        f"replicad.change_{number}",
     )
 
 
@@ -351,6 +353,8 @@ async def published(db: Database) -> int:
 
 
 PARTS = "SELECT array_agg(first ORDER BY first) FROM replicad.stream_change_parts(1)"
+RANGE = 1 << 28  # ids of a partition
+LAST = "SELECT last_value FROM replicad.change_1_id_seq"
 
 
 async def test_old_changes_go_by_whole_partitions_beside_a_snapshot_that_is_held(
@@ -369,9 +373,8 @@ async def test_old_changes_go_by_whole_partitions_beside_a_snapshot_that_is_held
             await orders.set_keep("orders", keep_for=None, keep_rows=15)
             for turn in range(3):
                 await jump(database, 100_000)
-                with trio.fail_after(PATIENCE):  # ranges are made ahead of the ids
-                    last = await database.fetch_value("SELECT last_value FROM replicad.change_1_id_seq")
-                    while (await database.fetch_value(PARTS))[-1] < last + 100_000:
+                with trio.fail_after(PATIENCE):  # the partition is closed
+                    while await database.fetch_value(LAST) < (turn + 1) * RANGE:
                         await trio.sleep(0.01)
                 await database.execute(
                     "INSERT INTO orders SELECT i, 7 FROM generate_series($1::int, $1::int + 9) AS i", 100 * turn + 10
@@ -387,7 +390,7 @@ async def test_old_changes_go_by_whole_partitions_beside_a_snapshot_that_is_held
                             break
                     await orders.forget_acks("orders", "slow")
                     with trio.fail_after(PATIENCE):
-                        while (await database.fetch_value(PARTS))[0] != 200_001:
+                        while (await database.fetch_value(PARTS))[0] != 2 * RANGE + 1:
                             await trio.sleep(0.01)
                     await late.send("REPLICATE orders 3")
                     await late.expect("SERVER .*", "ERROR token_expired: .*")
@@ -401,8 +404,8 @@ async def test_old_changes_go_by_whole_partitions_beside_a_snapshot_that_is_held
             assert daemon.troubles.why("stream", "orders") is None
             assert daemon.troubles.why("changes", "orders") is None
             trimmed = await database.fetch_value("SELECT trimmed_upto FROM replicad.stream")
-            assert trimmed == 200_000, f"the first ranges, and no single row of the third: {trimmed}"
-            assert (await database.fetch_value(PARTS))[0] == 200_001
+            assert trimmed == 2 * RANGE, f"the first ranges, and no single row of the third: {trimmed}"
+            assert (await database.fetch_value(PARTS))[0] == 2 * RANGE + 1
 
 
 async def test_a_read_that_begins_while_a_partition_is_dropped_is_refused_or_whole(
@@ -441,7 +444,7 @@ async def test_a_read_that_begins_while_a_partition_is_dropped_is_refused_or_who
             await everything.send("REPLICATE orders 3")
             await part.send("REPLICATE orders 3 where=customer=7")
             await linear.send("REPLICATE orders 3 linear")
-            await within.send("REPLICATE orders 100000")
+            await within.send(f"REPLICATE orders {RANGE}")
             nursery.start_soon(read_page, 3)
             nursery.start_soon(read_page, 3, "&customer=7")
             with trio.fail_after(PATIENCE):
@@ -498,9 +501,9 @@ async def test_the_audit_takes_rotation_neither_for_lost_nor_for_late_rows_and_s
         with psycopg.connect(database_url) as long:
             long.execute("INSERT INTO orders VALUES (50, 7)")
             gate = trio.Event()
-            last = await database.fetch_value(PARTS)
-            await jump(database, last[-1] + 99_999)
+            await jump(database, 100_000)
             await orders.look_after_changes()
+            assert await database.fetch_value(LAST) == RANGE, "the partition is closed"
             await jump(database, 20_000)
             long.execute("INSERT INTO orders SELECT i, 7 FROM generate_series(100, 199) AS i")
             long.commit()
@@ -532,14 +535,17 @@ async def test_the_audit_takes_rotation_neither_for_lost_nor_for_late_rows_and_s
 async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_begin_beyond_them(
     orders: Registry, database: Database, start_daemon: Start
 ) -> None:
-    """No daemon runs, and a writer takes very many ids."""
+    """No daemon runs, and writers take a billion ids."""
     while await orders.snapshot_step(1):
         pass
     await jump(database, 300_000)
+    await database.execute("INSERT INTO orders VALUES (9, 7); DELETE FROM orders WHERE id = 9")
+    assert await database.fetch_value("SELECT count(*) FROM replicad.change_1_rest") == 0
+    await database.execute("SELECT setval('replicad.change_1_id_seq', $1)", 4 * RANGE)
     await database.execute("INSERT INTO orders SELECT i, 7 FROM generate_series(10, 19) AS i")
     assert await database.fetch_value("SELECT count(*) FROM replicad.change_1_rest") == 10
     await orders.look_after_changes()
-    assert (await database.fetch_value(PARTS))[-1] > 310_000
+    assert (await database.fetch_value(PARTS))[-1] > 4 * RANGE + 10_000
     await jump(database, 20_000)
     await database.execute("UPDATE orders SET note = 'x' WHERE id < 15")
     assert await database.fetch_value("SELECT count(*) FROM replicad.change_1_rest") == 10
@@ -559,6 +565,35 @@ async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_be
             while await database.fetch_value("SELECT pg_relation_size('replicad.change_1_rest')"):
                 await trio.sleep(0.01)
         assert await first_changes(client, "EARLIEST", None)
+
+
+async def test_a_statement_that_outlasts_several_partitions_is_recorded(orders: Registry, database: Database) -> None:
+    """It sees only the partitions that there were when it began, while daemons close them and make others."""
+    await database.execute("CREATE TABLE slow (id integer PRIMARY KEY)")
+    await orders.add_changes("slow", "public.slow", RecordedChanges(where="pg_sleep(0.01) IS NOT NULL"))
+    ended = trio.Event()
+
+    async def write() -> None:
+        await database.execute("INSERT INTO slow SELECT generate_series(1, 100)")
+        ended.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write)
+        while not ended.is_set():
+            await database.execute("SELECT count(nextval('replicad.change_2_id_seq')) FROM generate_series(1, 100000)")
+            await orders.look_after_changes()
+    found = await database.fetch_row(
+        "SELECT count(*) AS rows, count(DISTINCT tableoid) AS parts, "
+        "bool_or(tableoid = 'replicad.change_2_rest'::regclass) AS rest FROM replicad.change_2 WHERE op = 'i'"
+    )
+    assert found is not None
+    assert (found["rows"], found["rest"]) == (100, False)
+    assert found["parts"] > 2
+    taken = await database.fetch_value("SELECT last_value FROM replicad.change_2_id_seq")
+    await jump(database, 300_000, 2)
+    await orders.look_after_changes()
+    last = await database.fetch_value("SELECT last_value FROM replicad.change_2_id_seq")
+    assert last > taken + 300_000, "the partition is closed once the statement has ended"
 
 
 def test_the_operations_of_changes_have_different_letters() -> None:

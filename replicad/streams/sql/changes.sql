@@ -675,6 +675,7 @@ BEGIN
     c.old := old;
     c.omit := omit;
     c.filters := coalesce(stream_column_numbers(source, filters), '{}');
+    c.extended := '0';
     PERFORM stream_refuse('a stream has at most 8 filters', 'name the columns that readers ask for')
         WHERE cardinality(c.filters) > 8;
     PERFORM stream_reader_ensure(source);
@@ -691,7 +692,7 @@ BEGIN
     PERFORM stream_belong('TABLE ' || quote_ident(target));
     EXECUTE format('CREATE TABLE %I PARTITION OF %I DEFAULT', target || '_rest', target);
     PERFORM stream_belong('TABLE ' || quote_ident(target || '_rest'));
-    WHILE stream_change_parts_ensure(c.stream, 100000) LOOP
+    WHILE stream_change_parts_ensure(c.stream, 0) LOOP
     END LOOP;
     notes := stream_add(name, target::regclass, 'id', max_row => max_row);
     -- What stream_change_line_sql yields is JSON on one line: nothing has to check it again row by row.
@@ -715,21 +716,20 @@ LANGUAGE sql STABLE AS $$
     WHERE i.inhparent = to_regclass(format('%I.change_%s', current_schema(), stream_number)) AND b.bounds IS NOT NULL
 $$;
 
--- stream_change_parts_ensure(number, taken): makes the next partition of the table of changes, if fewer than two are ahead of the ids, so
+-- stream_change_parts_ensure(number, taken): makes the next partition of the table of changes, if fewer than three are ahead of the ids, so
 -- that old changes can be removed by whole partitions, which leaves no dead rows. taken: the last id that was given out. A partition has
--- a quarter as many ids as there are changes, and at least 100,000. Writers do not wait: an ATTACH has a lock that lets them
--- write. Readers wait for the end of the transaction, so it should end at once. Where no daemon runs for long, ids come into
--- change_N_rest, and ranges begin beyond them. Returns whether it made one: not where a lock is not free within lock_timeout. Writes tables.
+-- 268 million ids, so that no burst runs past the partitions that are there: stream_changes_extend closes it long before. Writers do not
+-- wait: an ATTACH has a lock that lets them write. Readers wait for the end of the transaction, so it should end at once. Where no daemon
+-- runs for 800 million changes, ids come into change_N_rest, and ranges begin beyond them. Returns whether it made one: not where a lock is
+-- not free within lock_timeout. Writes tables.
 CREATE OR REPLACE FUNCTION stream_change_parts_ensure(stream_number integer, taken bigint) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE
     target text := format('change_%s', stream_number);
     upto bigint := coalesce((SELECT max(p.last) FROM stream_change_parts(stream_number) p), 0);
-    kept bigint := taken - coalesce((SELECT s.trimmed_upto FROM stream s WHERE s.number = stream_number), 0);
-    size bigint := greatest(100000, kept / 4);
     made text;
 BEGIN
-    IF upto >= taken + 2 * size THEN
+    IF 3 <= (SELECT count(*) FROM stream_change_parts(stream_number) p WHERE p.first > taken + 1) THEN
         RETURN false;
     ELSIF taken > upto AND upto > 0 THEN
         IF pg_relation_size(format('%I', target || '_rest')::regclass) > 64 << 20 THEN
@@ -740,22 +740,74 @@ BEGIN
     made := format('%s_%s', target, upto + 1);
     EXECUTE format('CREATE TABLE %I (LIKE %I INCLUDING INDEXES)', made, target);
     PERFORM stream_belong('TABLE ' || quote_ident(made));
-    EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)', target, made, upto + 1, upto + 1 + size);
+    EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)', target, made, upto + 1, upto + 1 + (1 << 28));
     RETURN true;
 EXCEPTION WHEN lock_not_available OR check_violation THEN
     RETURN false;  -- the next call tries again
 END
 $$;
 
--- stream_changes_extend(): makes the next partition of the table of one stream of changes; call it, each time in a transaction of its own,
--- until it returns false. Writes tables.
+-- stream_change_older(tbl, newest): whether a transaction with a number below newest writes to a table of changes. A statement of it sees only the
+-- partitions that there were when it began, and fails if its ids go beyond them. Prepared transactions run no statement.
+CREATE OR REPLACE FUNCTION stream_change_older(tbl regclass, newest xid8) RETURNS boolean
+LANGUAGE sql VOLATILE AS $$
+    SELECT EXISTS (
+        SELECT FROM pg_locks l JOIN pg_locks x ON x.virtualtransaction = l.virtualtransaction AND x.locktype = 'transactionid' AND x.mode = 'ExclusiveLock'
+        WHERE l.locktype = 'relation' AND l.relation = tbl AND l.mode = 'RowExclusiveLock' AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
+            AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database()) AND l.virtualtransaction NOT LIKE '-1/%'
+            AND (newest::text::numeric - x.transactionid::text::numeric) % 4294967296 BETWEEN 1 AND 2147483648)  -- of 32 bits, which begin again
+$$;
+
+-- stream_change_kept(number, taken): about how many changes a stream has: of each partition the ids from its first one to its last change.
+CREATE OR REPLACE FUNCTION stream_change_kept(stream_number integer, taken bigint) RETURNS bigint
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    p record;
+    last bigint;
+    kept bigint := 0;
+BEGIN
+    FOR p IN SELECT * FROM stream_change_parts(stream_number) x WHERE x.first <= taken LOOP
+        EXECUTE format('SELECT max(t.id) FROM %s t', p.part) INTO last;
+        kept := kept + coalesce(last - p.first + 1, 0);
+    END LOOP;
+    RETURN kept;
+END
+$$;
+
+-- stream_changes_extend(): looks after the partitions of the table of each stream of changes: makes the next one, or closes the present one, by moving
+-- the sequence to its end, so that old changes go by whole partitions soon. A partition is closed with a quarter as many ids as there
+-- are changes, and with at least 100,000. Ids of transactions that are open now stay in it: the positions of readers wait for them, as ever. It is not
+-- closed while the only next one was made after a statement began that writes now (stream_change_older); its ids suffice
+-- for that. Call it, each time in a transaction of its own, until it returns false. Writes tables, stream_changes, and the sequence.
 CREATE OR REPLACE FUNCTION stream_changes_extend() RETURNS boolean
 LANGUAGE plpgsql SET lock_timeout = '100ms' AS $$
 DECLARE
+    c stream_changes;
     s stream;
+    taken bigint;
+    present record;
+    ahead integer;
+    old boolean;
 BEGIN
-    FOR s IN SELECT x.* FROM stream x JOIN stream_changes c ON c.stream = x.number ORDER BY x.number LOOP
-        IF pg_sequence_last_value(s.sequence) IS NOT NULL AND stream_change_parts_ensure(s.number, pg_sequence_last_value(s.sequence)) THEN
+    FOR s IN SELECT x.* FROM stream x WHERE EXISTS (SELECT FROM stream_changes y WHERE y.stream = x.number) ORDER BY x.number LOOP
+        CONTINUE WHEN NOT pg_try_advisory_xact_lock(hashtext('replicad changes'), s.number);  -- another daemon is at it
+        SELECT x.* INTO c FROM stream_changes x WHERE x.stream = s.number;
+        taken := pg_sequence_last_value(s.sequence);
+        CONTINUE WHEN c.stream IS NULL OR taken IS NULL;
+        IF c.extended IS NULL THEN
+            c.extended := pg_snapshot_xmax(pg_current_snapshot());
+            UPDATE stream_changes x SET extended = c.extended WHERE x.stream = c.stream;
+        END IF;
+        SELECT p.* INTO present FROM stream_change_parts(c.stream) p WHERE taken BETWEEN p.first AND p.last;
+        SELECT count(*) INTO ahead FROM stream_change_parts(c.stream) p WHERE p.first > taken;
+        CONTINUE WHEN ahead >= 3 AND (present.last = taken OR taken - present.first < 99999);
+        old := stream_change_older(s.relation, c.extended);
+        IF ahead < 3 AND NOT old AND stream_change_parts_ensure(c.stream, taken) THEN
+            UPDATE stream_changes x SET extended = NULL WHERE x.stream = c.stream;
+            RETURN true;
+        ELSIF present.last > taken AND taken - present.first >= 99999 AND (ahead > 1 OR ahead = 1 AND NOT old)
+                AND taken - present.first >= stream_change_kept(c.stream, taken) / 4 THEN
+            PERFORM setval(s.sequence, present.last);
             RETURN true;
         END IF;
     END LOOP;

@@ -183,6 +183,7 @@ CREATE TABLE IF NOT EXISTS stream_changes (
     omit boolean NOT NULL,                    -- whether large columns are left out of an UPDATE that has not changed them
     filters smallint[] NOT NULL,              -- the columns whose values are in by_1, by_2 ... of the table of changes
     marks text,                               -- what the trigger function was made for: stream_changes_look
+    extended xid8,                            -- statements of older transactions may not see the newest partition; NULL: not known yet
     missed text,                              -- why changes may not have been recorded, since the last snapshot from the beginning
     missed_at timestamptz
 );

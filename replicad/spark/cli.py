@@ -174,7 +174,8 @@ def verify(*, config: Path, database: str | None, sample: str, wait: str, repair
     """Compare all rows of the source with the rows downstream, by key and column.
 
     CONFIG is the file of the pipeline, which may run meanwhile: rows that are on their way are looked at again.
-    Nothing is written, unless --repair is given. The exit status is 0 if every row is equal, else 7.
+    Nothing is written, unless --repair is given. The exit status is 0 if every row is equal, 7 if rows differ or are on
+    their way, and 2 if a class of yours cannot be read back and all others are equal.
     """
     settings = read_settings(DatabaseSettings, {"database": database})
 
@@ -185,16 +186,29 @@ def verify(*, config: Path, database: str | None, sample: str, wait: str, repair
     from replicad.spark.local.file import load_local
     from replicad.spark.pipeline_file import load_config
 
+    transform, session = None, None
+    share, seconds = comparing.share(sample), comparing.wait_of(wait)
     if engine_of(config) == LOCAL:
         loaded = load_local(config, database=settings.database)
     else:
-        loaded = comparing.as_local(load_config(config, database=settings.database))
-    reports = comparing.verify(
-        replace(loaded, tube_schema=settings.tube_schema),
-        sample=comparing.share(sample),
-        wait=comparing.wait_of(wait),
-        repair=repair,
-    )
+        of_spark = load_config(config, database=settings.database)
+        loaded = comparing.as_local(of_spark)
+        if of_spark.transform is not None:
+            from replicad.spark.session import build_session
+
+            session = build_session(f"replicad {of_spark.name} verify", config=of_spark.spark)
+            transform = comparing.transform_of(of_spark, session)
+    try:
+        reports = comparing.verify(
+            replace(loaded, tube_schema=settings.tube_schema),
+            sample=share,
+            wait=seconds,
+            repair=repair,
+            transform=transform,
+        )
+    finally:
+        if session is not None:
+            session.stop()
     for report in reports:
         echo(as_json_line(report.as_dict()) if as_json else comparing.summary(report))
     comparing.raise_if_different(reports)
@@ -230,12 +244,12 @@ def compact(*, config: Path, database: str | None) -> None:
     if engine_of(config) == LOCAL:
         loaded = load_local(config, database=settings.database)
     else:
-        loaded = comparing.as_local(replace(load_config(config, database=settings.database), transform=None))
+        loaded = comparing.as_local(load_config(config, database=settings.database))
     found = False
     for work in comparing.works_of(replace(loaded, tube_schema=settings.tube_schema)):
         if isinstance(work.sink, DeltaSink):
             found = True
-            done = compact_table(work.sink, work.shape)
+            done = compact_table(work.sink)
             text = ", ".join(f"{what}: {number}" for what, number in done.items()) or "nothing to do"
             echo(f"{work.sink.uri}: {text}")
     if not found:

@@ -3,7 +3,8 @@
 Of their manuals: "Bulk API" (one line for each action and document, a newline at the end, the content type, an answer
 for each action; external versions, and `index.gc_deletes`, after which the version of a deleted document is
 forgotten), "Dynamic mapping" (the first value of a field gives its type, and others must fit), "Near real-time
-search" (what was written is found after a refresh), `index.max_result_window`.
+search" (what was written is found after a refresh), `index.max_result_window`, "Multi get API" (reads what was written,
+without a refresh), "Scroll API" (a state that is kept between requests), "Terms aggregation".
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -29,6 +31,9 @@ class IndexServer:
         self.busy = self.away = 0
         self.refuse: str | None = None  # the id of a document that does not fit
         self.requests: list[str] = []
+        self.page = 100  # documents in an answer of a scan
+        self.scrolls: dict[str, list[dict[str, Any]]] = {}  # what is left of scans, by their ids
+        self.shards_failed = 0  # of a scan
         self.lock = threading.Lock()
         outer = self
 
@@ -79,12 +84,42 @@ class IndexServer:
             return 406, {"error": f"Content-Type header [{content}] is not supported"}
         if path == "/_bulk":
             return self.bulk(body)
-        if not self.documents:
+        if path == "/_search/scroll":
+            asked = json.loads(body)
+            return self.scroll(asked["scroll_id"])
+        if not self.documents and not self.versions:
             return 404, {"error": {"type": "index_not_found_exception"}}
         if path.endswith("/_refresh"):
             self.searchable = dict(self.documents)
             return 200, {}
+        if path.endswith("/_mget"):
+            docs = [{"_id": id_, **self.got(id_)} for id_ in json.loads(body)["ids"]]
+            return 200, {"docs": docs}
+        path, _, parameters = path.partition("?")
+        if parameters:
+            assert parameters.startswith("scroll=")
+            return self.begin_scroll(json.loads(body))
         return self.search(json.loads(body))
+
+    def got(self, id_: str) -> dict[str, Any]:
+        document = self.documents.get(id_)
+        return {"found": False} if document is None else {"found": True, "_source": document}
+
+    def begin_scroll(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if asked["size"] > 10_000:
+            return 400, {"error": "Batch size is too large"}
+        field = asked["query"]["exists"]["field"]
+        names = asked["_source"]
+        found = [{"_source": {name: one[name] for name in names}} for one in self.searchable.values() if field in one]
+        number = f"scroll {len(self.scrolls)}"
+        self.scrolls[number] = found
+        return self.scroll(number)
+
+    def scroll(self, number: str) -> tuple[int, dict[str, Any]]:
+        if number not in self.scrolls:
+            return 404, {"error": {"type": "search_context_missing_exception"}}
+        page, self.scrolls[number] = self.scrolls[number][: self.page], self.scrolls[number][self.page :]
+        return 200, {"_scroll_id": number, "_shards": {"failed": self.shards_failed}, "hits": {"hits": page}}
 
     def bulk(self, body: bytes) -> tuple[int, dict[str, Any]]:
         if not body.endswith(b"\n"):
@@ -150,6 +185,11 @@ class IndexServer:
     def search(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if asked["size"] > 10_000:
             return 400, {"error": "Result window is too large"}
+        if "aggs" in asked:
+            field = asked["aggs"]["shards"]["terms"]["field"]
+            counts = Counter(one[field] for one in self.searchable.values() if field in one)
+            buckets = [{"key": key, "doc_count": count} for key, count in counts.items()]
+            return 200, {"aggregations": {"shards": {"sum_other_doc_count": 0, "buckets": buckets}}}
         term, bounds = (clause for clause in asked["query"]["bool"]["filter"])
         ((shard_field, shard),), ((seq_field, below),) = term["term"].items(), bounds["range"].items()
         found = [d for d in self.searchable.values() if d[shard_field] == shard and d[seq_field] < below["lt"]]

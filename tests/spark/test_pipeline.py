@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from cities import Cities
 from fake_daemon import FakeDaemon
@@ -24,11 +25,15 @@ from pyspark.sql import functions as F
 from replicad.errors import DatabaseError, DownstreamError, LeaseHeld, UsageError
 from replicad.spark import pipeline
 from replicad.spark.database import forget
+from replicad.spark.enrich import conform
+from replicad.spark.local.tables import make_work
 from replicad.spark.reports import BatchReport, PipelineResult
 from replicad.spark.sinks import parquet
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
+from replicad.spark.verify import as_local, transform_of
+from replicad.tubes.keys import BIGINT
 
 Rows = dict[tuple[int, int], tuple[str, int]]
 
@@ -104,6 +109,25 @@ def test_a_transform_sees_rows_and_what_it_leaves_out_is_deleted(
     assert found == [f"1|{one}|CITY {one}" for one in (1, 2, 5, 6, 7, 8, 9)] + ["2|5|CITY 5"]
     with pytest.raises(UsageError, match=r"must keep the column _seq .* missing"):
         pipeline.run(cities.config(sink, tmp_path / "b", transform=lambda rows: rows.drop("_seq")), spark)
+
+
+def test_rows_are_compared_as_the_transform_makes_them(spark: SparkSession, cities: Cities, tmp_path: Path) -> None:
+    """`replicad pipeline verify` gives pages of the source to the transform (tests/integration/test_verify.py)."""
+
+    def big_ones(rows: DataFrame) -> DataFrame:
+        return rows.where("people >= 100").withColumn("label", F.upper("name")).drop("name", "area")
+
+    cities.put(1, [1, 2], 100)
+    cities.put(1, [3], 50)
+    config = cities.config(PostgresSink(cities.url, "dw.big"), tmp_path, transform=big_ones)
+    work = make_work(as_local(config), "downstream", None, BIGINT, prepare=False)
+    transform = transform_of(config, spark)
+    shape = transform.shape(work.enricher)
+    assert shape.schema.names == ["id", "people", "label", "_shard", "_seq"]
+    seen = pa.table({"id": [1, 2, 3], "name": ["a", "b", "c"], "people": [100, 100, 50], "area": ["1", "2", None]})
+    seen = seen.append_column("_shard", pa.array([1, 1, 1], pa.int32())).append_column("_seq", pa.array([0, 0, 0]))
+    page = transform.rows(shape, conform(seen, work.shape.schema))
+    assert page.select(["id", "label"]).to_pylist() == [{"id": 1, "label": "A"}, {"id": 2, "label": "B"}]
 
 
 def test_an_own_class_gets_everything_and_garbage_is_collected_after_a_backfill(

@@ -31,11 +31,16 @@ AT_ONCE = 50_000  # ids in one statement
 log = get_logger("replicad.spark")
 
 
+def backlog_tube(config: LocalConfig, downstream: str) -> str:
+    """The name of the tube."""
+    return f"{config.tube}_{downstream}"
+
+
 class Backlog:
     """The tube `TUBE_DOWNSTREAM`. The main thread adds, the thread of the downstream takes."""
 
     def __init__(self, config: LocalConfig, downstream: str) -> None:
-        self.tube = f"{config.tube}_{downstream}"
+        self.tube = backlog_tube(config, downstream)
         self._config = config
         self._downstream = downstream
         self._lock = threading.Lock()

@@ -71,7 +71,8 @@ class LocalConfig:
     """A pipeline in one process. Times in seconds.
 
     `tables` has the tables of a tube of many tables; or `rules` has those of a tube whose shards have tables of one
-    form, whose key is `key`. `downstreams` by name. `checkpoint` is a folder of this machine.
+    form, whose key is `key`. `downstreams` by name. `checkpoint` is a folder of this machine. `exact`: values that
+    Arrow could change come as their text, for a downstream that casts them.
     """
 
     options: Mapping[str, str]
@@ -95,6 +96,7 @@ class LocalConfig:
     backlog_ids: int = BACKLOG_IDS
     rebuild: bool = False
     tube_schema: str = "tube"
+    exact: bool = True
 
     def __post_init__(self) -> None:
         if not self.downstreams or len(self.downstreams) > MOST_DOWNSTREAMS:
@@ -129,7 +131,7 @@ class LocalConfig:
 
     def reading(self, sink: Sink) -> ColumnForms:
         """How the columns of tables are read for a sink."""
-        return ColumnForms(self.numeric, self.out_of_range, exact=sink.casts)
+        return ColumnForms(self.numeric, self.out_of_range, exact=self.exact and sink.casts)
 
 
 def in_one_transaction(sink: Sink) -> bool:

@@ -16,6 +16,7 @@ import pyarrow as pa
 from replicad.errors import DatabaseError, TubeRefused, UsageError
 from replicad.eventlog import get_logger
 from replicad.spark.checkpoint import LocalCheckpoint
+from replicad.spark.columns import TEXT, ColumnType
 from replicad.spark.database import literal, patiently, quote
 from replicad.spark.enrich import KEYS, Enricher
 from replicad.spark.local.config import LocalConfig, TableOptions, in_one_transaction
@@ -140,6 +141,8 @@ def make_work(
         raise UsageError(f"columns have got wider types ({', '.join(sorted(wider))}), and wider_types is `{STOP}`")
     enricher = Enricher(config.database, layout, f"{quote(config.tube_schema)}.{quote(config.tube)}")
     types = dict(layout.types)
+    if config.numeric == TEXT and not sink.casts:  # whatever could make a number of it must not
+        types = {name: type for name, type in types.items() if ColumnType.parse(type).name != "numeric"}
     key: tuple[str, ...] = ()
     if table is not None and in_one_transaction(sink):
         key = table.key

@@ -407,7 +407,7 @@ class DownstreamThread:
             if name in last and (last[name].restored or last[name].whole < number)
         ]
         newest, reported = max((one.newest for one in last.values()), default=-1), self._reported()
-        if replaced or behind or reported > newest:
+        if replaced or behind or (last and reported > newest):  # an index and a class of a user keep no numbers
             which = next(iter(replaced or behind), "")
             why = (
                 f"table {which} was dropped, restored or replaced"
@@ -425,8 +425,8 @@ class DownstreamThread:
                 )
             tables = schedule_backfill(self._config)
             log.warning("downstream_rebuilt", downstream=self.name, tables=tables)
-        self._number = max(newest, reported) + 1
-        self._recorded = {name: one.whole for name, one in last.items() if one.whole >= 0}
+        self._number = max(newest, reported, *known.get("last", {}).values()) + 1
+        self._recorded = {name: one.whole for name, one in last.items() if one.whole >= 0} or known.get("last", {})
         self._identities = {name: one for name, one in identities.items() if one}
         self._record()
 

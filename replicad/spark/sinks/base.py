@@ -194,6 +194,13 @@ class Sink(ABC):
         del shape, shard, before, limit
         return None
 
+    # --- for `replicad pipeline verify`; nothing is changed ---
+
+    @property
+    def unread(self) -> str:
+        """Why this downstream cannot be read back, so that it is never called equal; empty if it can."""
+        return f"{type(self).__name__} has no method `rows`" if type(self).rows is Sink.rows else ""
+
     def rows(
         self,
         shape: Shape,
@@ -203,14 +210,32 @@ class Sink(ABC):
         limit: int | None = None,
         ids: pa.Array | None = None,
     ) -> pa.Table | None:
-        """For `replicad pipeline verify`: rows of a shard (None: of all), in the order of ids (texts by their bytes).
+        """Rows of a shard (None: of all), in the order of ids (texts by their bytes), see `as_stored`.
 
-        They have the columns of the shape but `_shard` and `_seq`. Nothing is changed.
-
-        With `ids` those with these ids. Else the first `limit` rows with an id above `after`. None: this downstream
-        cannot be read back.
+        They have the columns of the shape but `_shard` and `_seq`. With `ids` those with these ids. Else the first
+        `limit` rows with an id above `after`; a downstream that has `stored_keys` is not asked for these.
         """
         del shape, shard, after, limit, ids
+        return None
+
+    def as_stored(self, shape: Shape, rows: pa.Table) -> pa.Table:
+        """Rows of the source, without `_shard` and `_seq`, as `rows` returns them if the downstream has them."""
+        del shape
+        return rows
+
+    def stored_keys(self, shape: Shape) -> Iterator[pa.Table] | None:
+        """All keys (`_shard`, id) that the downstream has, in any order, if it has no rows in the order of ids.
+
+        None: it has.
+        """
+        del shape
+        return None
+
+    def stored_counts(self) -> Mapping[int | None, int] | None:
+        """The number of rows by shard; by None in a table without `_shard`. Nothing if there is no table.
+
+        None: they cannot be counted.
+        """
         return None
 
 

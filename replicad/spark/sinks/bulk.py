@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import MAX_PREC, Context, Decimal
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -143,6 +143,38 @@ def _finite(value: Any) -> Any:
 
 as_json = json.JSONEncoder(default=_plain, ensure_ascii=False, allow_nan=False).encode  # quick with a text
 
+_EXACT = Context(prec=MAX_PREC)
+
+
+def _exact(text: str) -> Decimal:
+    """A number of JSON, not rounded; of numbers that are equal the same one."""
+    return Decimal(text).normalize(_EXACT)
+
+
+def _integer_of(text: str) -> int | Decimal:
+    """A whole number of JSON; Python makes no int of thousands of digits."""
+    return int(text) if len(text) < 4000 else _exact(text)
+
+
+def _normal(encode: Encode, value: Any) -> str:
+    """The JSON of a value in one form. A value that no document can have has a form that no document has."""
+    try:
+        return _normal_json(json.loads(encode(value), parse_float=_exact, parse_int=_integer_of))
+    except RowRefused:
+        return "no document"
+
+
+def _normal_json(value: Any) -> str:
+    """A value of JSON, read with `_exact`, as a text: keys in order, and numbers that are equal alike."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{as_json(key)}:{_normal_json(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_normal_json, value)) + "]"
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = _exact(str(value))
+    return str(value) if isinstance(value, Decimal) else as_json(value)
+
+
 # One encoder for each common type: asking json for one number after the other takes three times as long.
 _ENCODERS: tuple[tuple[Callable[[pa.DataType], bool], Encode], ...] = (
     (pa.types.is_integer, _integer),
@@ -161,6 +193,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries; each paus
 _BUSY = (429, 502, 503, 504)
 _OF_A_ROW = (400, 409, 413, 422)  # the content or size of a document is not accepted
 _SEARCH_MOST = 10_000  # hits in one search; a limit of both products
+
+_READ_BYTES = 16 << 20  # of one answer with documents, about, for `verify`; a longer document is an answer alone
+_READ_IDS = 1_000  # documents in one answer at most
+_SCROLL = "5m"  # how long the index keeps the state of a scan between two requests
 
 OBJECT, AS_TEXT = "object", "text"
 FIELDS = {"_shard": "replicad_shard", "_seq": "replicad_seq"}  # the index reserves names that begin with _
@@ -196,6 +232,10 @@ class _Fresh:
                 "another driver writes to the index, or the tube was made again or restored; write to a new index, "
                 "with a backfill"
             )
+
+
+class _TooLong(Exception):
+    """An answer is longer than the bound of its request."""
 
 
 @dataclass(slots=True)
@@ -299,6 +339,104 @@ class BulkSink(Sink):
         hits = answer.get("hits", {}).get("hits", [])
         return pa.array([hit["_source"][shape.id] for hit in hits], shape.ids)
 
+    def as_stored(self, shape: Shape, rows: pa.Table) -> pa.Table:
+        """See Sink. The values become JSON in one form, in which numbers that are equal are equal texts."""
+        columns = [rows.column(shape.id)]
+        for column in rows.schema:
+            if column.name != shape.id:
+                encode = _encoder(
+                    column, ColumnType.parse(shape.types.get(column.name, "")), objects=self.json == OBJECT
+                )
+                found = [_normal(encode, value) for value in rows.column(column.name).to_pylist()]
+                columns.append(pa.array(found, pa.large_string()))
+        names = [shape.id, *(name for name in rows.column_names if name != shape.id)]
+        return pa.table(columns, names).select(rows.column_names)
+
+    def rows(
+        self,
+        shape: Shape,
+        shard: int | None,
+        *,
+        after: object = None,
+        limit: int | None = None,
+        ids: pa.Array | None = None,
+    ) -> pa.Table:
+        """See Sink. Documents are read by their ids, which needs no refresh."""
+        assert shard is not None, "it has `stored_keys`"
+        assert ids is not None, "it has `stored_keys`"
+        del after, limit
+        names = [name for name in shape.schema.names if name not in (shape.id, "_shard", "_seq")]
+        found: list[tuple[Any, dict[str, Any]]] = []
+        wanted, at, size = ids.to_pylist(), 0, _READ_IDS
+        while at < len(wanted):
+            piece = wanted[at : at + size]
+            try:
+                found += self._documents(shape, shard, piece, None if size == 1 else _READ_BYTES)
+            except _TooLong:
+                size = max(1, size // 8)
+            else:
+                at += len(piece)
+        columns = [pa.array([id_ for id_, _ in found], shape.ids)]
+        for name in names:
+            columns.append(pa.array([_normal_json(one.get(name)) for _, one in found], pa.large_string()))
+        return pa.table(columns, [shape.id, *names])
+
+    def _documents(
+        self, shape: Shape, shard: int, ids: list[Any], most: int | None
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The documents of these ids that the index has of this shard."""
+        by_id = {self.document_id.format(shard=shard, id=id_): id_ for id_ in ids}
+        body = as_json({"ids": list(by_id)}).encode()
+        answer = self._checked("POST", f"/{quote(self.index, safe='')}/_mget", body, missing=True, most=most)
+        for one in answer.get("docs", []):
+            if one.get("error"):
+                raise DownstreamError(f"index {self.index} does not return a document: {_shortened_json(one['error'])}")
+            if not one.get("found"):
+                continue
+            document = one.get("_source")
+            if document is None:
+                raise UsageError(f"index {self.index} keeps no `_source`, so its documents cannot be compared")
+            id_ = by_id[one["_id"]]
+            if document.get(FIELDS["_shard"]) == shard and document.get(shape.id) == id_:
+                yield id_, document
+
+    def stored_keys(self, shape: Shape) -> Iterator[pa.Table]:
+        """See Sink. A scan of the index (`scroll`), of documents with our fields."""
+        index = quote(self.index, safe="")
+        self._checked("POST", f"/{index}/_refresh", None, missing=True)
+        body = {
+            "size": _SEARCH_MOST,
+            "_source": [shape.id, FIELDS["_shard"]],
+            "query": {"exists": {"field": FIELDS["_shard"]}},
+            "sort": ["_doc"],
+        }
+        path = f"/{index}/_search?scroll={_SCROLL}&allow_partial_search_results=false"
+        answer = self._checked("POST", path, json.dumps(body).encode(), missing=True)
+        while hits := answer.get("hits", {}).get("hits", []):
+            if (failed := answer.get("_shards", {}).get("failed")) or answer.get("timed_out"):
+                raise DownstreamUnavailable(
+                    f"index {self.index} returned a part of its documents: {failed} shards failed"
+                )
+            keys = [(hit["_source"][FIELDS["_shard"]], hit["_source"][shape.id]) for hit in hits]
+            yield pa.table(
+                [pa.array([shard for shard, _ in keys], pa.int32()), pa.array([id_ for _, id_ in keys], shape.ids)],
+                ["_shard", shape.id],
+            )
+            again = {"scroll": _SCROLL, "scroll_id": answer["_scroll_id"]}
+            answer = self._checked("POST", "/_search/scroll", json.dumps(again).encode())
+
+    def stored_counts(self) -> dict[int | None, int]:
+        """See Sink."""
+        index = quote(self.index, safe="")
+        self._checked("POST", f"/{index}/_refresh", None, missing=True)
+        terms = {"terms": {"field": FIELDS["_shard"], "size": _SEARCH_MOST}}
+        body = json.dumps({"size": 0, "aggs": {"shards": terms}}).encode()
+        answer = self._checked("POST", f"/{index}/_search", body, missing=True)
+        found = answer.get("aggregations", {}).get("shards", {})
+        if found.get("sum_other_doc_count"):
+            raise DownstreamError(f"index {self.index} has documents of more than {_SEARCH_MOST:,} shards")
+        return {int(one["key"]): int(one["doc_count"]) for one in found.get("buckets", [])}
+
     # --- documents ---
 
     def _puts(self, rows: pa.Table, shape: Shape) -> Iterator[Line]:
@@ -360,18 +498,23 @@ class BulkSink(Sink):
 
     # --- requests ---
 
-    def _checked(self, method: str, path: str, body: bytes | None, *, missing: bool = False) -> dict[str, Any]:
-        """A request that must succeed. `missing`: the answer is empty if the index does not exist yet."""
+    def _checked(
+        self, method: str, path: str, body: bytes | None, *, missing: bool = False, most: int | None = None
+    ) -> dict[str, Any]:
+        """A request that must succeed. `missing`: the answer is empty if the index does not exist yet.
+
+        `most`: bytes of the answer; of a longer one _TooLong is raised.
+        """
         retries = Retries(_FIRST_PAUSE, _LONGEST_PAUSE, patience=self.patience)
         while True:
             try:
-                status, answer = self._request(method, path, body)
+                status, answer = self._request(method, path, body, most)
             except DownstreamError:
                 if not retries.pause():
                     raise
             else:
                 if status < 300:
-                    found: dict[str, Any] = json.loads(answer)
+                    found: dict[str, Any] = json.loads(answer, parse_float=_exact, parse_int=_integer_of)
                     return found
                 if status == 404 and missing:
                     return {}
@@ -386,7 +529,7 @@ class BulkSink(Sink):
                     )
                     raise kind(f"{method} {path} ended with status {status}: {_shortened(answer)}")
 
-    def _request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    def _request(self, method: str, path: str, body: bytes | None, most: int | None = None) -> tuple[int, bytes]:
         parts = urlsplit(self.url)
         connection = _connection(
             (os.getpid(), threading.get_ident()), parts.scheme, parts.hostname or "", parts.port, self.ca
@@ -400,10 +543,16 @@ class BulkSink(Sink):
         try:
             connection.request(method, parts.path.rstrip("/") + path, body, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read()
+            text = answer.read(None if most is None else most + 1)
+            if most is not None and len(text) <= most:
+                answer.read()  # its end
         except (OSError, http.client.HTTPException) as error:
             connection.close()  # the next request opens it again
             raise DownstreamUnavailable(f"no answer from {mask_secrets(self.url)}: {error}") from error
+        if most is not None and len(text) > most:
+            connection.close()  # the rest is still on its way
+            raise _TooLong
+        return answer.status, text
 
 
 @functools.lru_cache(maxsize=16)
@@ -419,3 +568,7 @@ def _connection(
 
 def _shortened(answer: bytes) -> str:
     return " ".join(answer[:500].decode("utf-8", "replace").split())
+
+
+def _shortened_json(value: object) -> str:
+    return json.dumps(value, default=str)[:500]

@@ -1,4 +1,4 @@
-"""A user's own class as the downstream: three methods, called in the tasks.
+"""A user's own class as the downstream: three methods, called in the tasks, and two more to compare its rows.
 
 Delivery is at least once: a batch may be repeated, as a whole or in part. So `write` and `delete` must be safe to
 repeat, and the last call for an id must win. A node that was paused may make calls of an old batch late: a class that
@@ -8,16 +8,18 @@ must not take them has a method `begin`, and keeps the highest (term, batch) wit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from replicad.errors import DownstreamError, DownstreamUnavailable, ReplicadError, RowRefused, UsageError
-from replicad.spark.enrich import EnrichedRows
-from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.enrich import EnrichedRows, conform
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink, chosen_rows
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -33,6 +35,11 @@ class Downstream(Protocol):
     A method `identity()`, if there is one, returns a text that tells this downstream from another of the same name, so
     that a checkpoint is not used with another one. The attribute `settle` (seconds, default 0) is the time that a write
     may take to become visible to `stale_ids`.
+
+    `replicad pipeline verify` compares the rows if the class has two methods more; without them it says that it cannot.
+    `read_keys()` returns or yields pairs of a shard and a list of ids, all keys that there are, in any order.
+    `read_rows(shard, ids)` returns a `pyarrow.Table` with the rows that it has of these ids: all columns that `write`
+    gets, but `_shard` and `_seq`, which may be left out.
     """
 
     def write(self, rows: pa.Table) -> None:
@@ -77,14 +84,17 @@ class CustomSink(Sink):
         says = getattr(self.target, "identity", None)
         if not callable(says):
             return None
+        return " ".join(str(self._asked("identity", says)).split()) or None
+
+    def _asked(self, name: str, method: Callable[[], T]) -> T:
+        """What a method of the class returns; its errors become ours."""
         try:
-            return " ".join(str(says()).split()) or None
+            return method()
         except ReplicadError:
             raise
         except Exception as error:
-            raise DownstreamError(
-                f"{type(self.target).__qualname__}.identity() failed: {type(error).__name__}: {error}"
-            ) from error
+            kind = DownstreamUnavailable if isinstance(error, OSError) else DownstreamError
+            raise kind(f"{type(self.target).__qualname__}.{name}() failed: {type(error).__name__}: {error}") from error
 
     @property
     def fenced(self) -> bool:
@@ -130,3 +140,54 @@ class CustomSink(Sink):
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
         """At most `limit` of the ids that the class returns."""
         return pa.array(list(itertools.islice(self.target.stale_ids(shard, before), limit)), shape.ids)
+
+    @property
+    def unread(self) -> str:
+        """See Sink."""
+        missing = [name for name in ("read_keys", "read_rows") if not callable(getattr(self.target, name, None))]
+        return f"{type(self.target).__qualname__} has no method {' and no method '.join(missing)}" if missing else ""
+
+    def rows(
+        self,
+        shape: Shape,
+        shard: int | None,
+        *,
+        after: object = None,
+        limit: int | None = None,
+        ids: pa.Array | None = None,
+    ) -> pa.Table:
+        """See Sink."""
+        assert shard is not None, "it has `stored_keys`"
+        assert ids is not None, "it has `stored_keys`"
+        del after, limit
+        names = [name for name in shape.schema.names if name not in ("_shard", "_seq")]
+        schema = pa.schema([shape.schema.field(name) for name in names])
+        if not len(ids):
+            return schema.empty_table()
+        target: Any = self.target
+        found = self._asked("read_rows", lambda: target.read_rows(shard, ids.to_pylist()))
+        who = f"{type(target).__qualname__}.read_rows()"
+        if not isinstance(found, pa.Table):
+            raise DownstreamError(f"{who} returned {type(found).__name__}, not a pyarrow.Table")
+        if missing := [name for name in names if name not in found.column_names]:
+            raise DownstreamError(f"{who} returned no column {missing[0]!r}; it must return every column of `write`")
+        try:
+            return chosen_rows(conform(found, schema), shape.id, None, ids)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise DownstreamError(f"{who} returned another type than `write` got: {str(error)[:200]}") from error
+
+    def stored_keys(self, shape: Shape) -> Iterator[pa.Table] | None:
+        """See Sink."""
+        return None if self.unread else self._keys(shape)
+
+    def _keys(self, shape: Shape) -> Iterator[pa.Table]:
+        target: Any = self.target
+        pairs = iter(self._asked("read_keys", target.read_keys))
+        while (pair := self._asked("read_keys", lambda: next(pairs, None))) is not None:
+
+            def columns(pair: Any = pair) -> pa.Table:
+                shard, ids = pair
+                there = pa.array(ids, shape.ids)
+                return pa.table({"_shard": pa.repeat(pa.scalar(shard, pa.int32()), len(there)), shape.id: there})
+
+            yield self._asked("read_keys", columns)

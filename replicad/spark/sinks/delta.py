@@ -481,7 +481,35 @@ class DeltaSink(Sink):
         kept = [chosen_rows(rows, shape.id, None, ids) for rows in read(names)]
         return pa.concat_tables([shape.schema.empty_table().select(names), *kept]).sort_by(shape.id)
 
+    def stored_counts(self) -> dict[int | None, int]:
+        """See Sink."""
+        if not self.columns():
+            return {}
+        shape, chosen = self.stored_shape(), pc.scalar(True)
+        found = files_of(self._anew(), shape.id)
+        if self.mode == CHANGES:
+            parts = self._now(found, shape, ["_shard"], chosen, chosen)
+        else:
+            files = self.files(shape.schema, shape.id).dataset(found)
+            parts = map(pa.table, files.scanner(columns=["_shard"]).to_batches()) if found else iter(())
+        counts: dict[int | None, int] = {}
+        for part in parts:
+            for one in pc.value_counts(part.column("_shard")).to_pylist():
+                counts[one["values"]] = counts.get(one["values"], 0) + one["counts"]
+        return counts
+
     # --- for delta_upkeep.py too ---
+
+    def stored_shape(self) -> Shape:
+        """The shape of the rows that the table has. Raises UsageError: it was not made by a pipeline."""
+        table = self._anew()
+        id_ = (table.metadata().description or "").removeprefix(DESCRIPTION)
+        fields = [one.with_type(plain_type(one.type)) for one in pa.schema(table.schema().to_arrow())]
+        if id_ not in {one.name for one in fields}:
+            raise UsageError(
+                f"the Delta table {self.uri} was not made by a pipeline: its description does not name a key"
+            )
+        return Shape(pa.schema([one for one in fields if one.name not in (LAYER, CHANGE, GONE)]), id_)
 
     def place(self) -> tuple[pafs.FileSystem, str]:
         """The file system, and the folder of the table in it."""
@@ -517,7 +545,13 @@ class DeltaSink(Sink):
         return table
 
     def _anew(self) -> Any:
-        return deltalake().DeltaTable(self.uri, storage_options=self.storage or None)
+        delta = deltalake()
+        try:
+            return delta.DeltaTable(self.uri, storage_options=self.storage or None)
+        except delta.exceptions.TableNotFoundError as error:
+            raise DownstreamError(
+                f"there is no Delta table {self.uri}; the pipeline makes it when it starts"
+            ) from error
 
     def _mark_of(self, table: Any) -> tuple[Any, ...]:
         """What distinguishes the last commit of the table from one of the same number in another table."""

@@ -318,12 +318,13 @@ class TableUpkeep:
             yield True
 
 
-def compact(sink: DeltaSink, shape: Shape) -> dict[str, int]:
+def compact(sink: DeltaSink) -> dict[str, int]:
     """Do all the upkeep that may be done now; returns how often each kind of step was done.
 
-    Changes that were appended in the last minute stay. It waits for the end of a fold: a minute after its last part.
+    The columns are those of the table, also those that a transform adds. Changes that were appended in the last minute
+    stay. It waits for the end of a fold: a minute after its last part.
     """
-    upkeep, done = TableUpkeep(sink, shape), dict[str, int]()
+    upkeep, done = TableUpkeep(sink, sink.stored_shape()), dict[str, int]()
     while True:
         step = upkeep.step(all_of_it=True)
         if step is not None:

@@ -511,6 +511,11 @@ class ParquetSink(Sink):
                 of_shard += kept[-1].num_rows
         return pa.concat_tables(kept).sort_by(shape.id).slice(0, limit)
 
+    def stored_counts(self) -> dict[int | None, int]:
+        """See Sink."""
+        found = latest(self.folder)
+        return {} if found is None else {shard: sum(leaf.rows for leaf in of) for shard, of in found.shards.items()}
+
     def _latest(self) -> Manifest:
         found = latest(self.folder)
         if found is None:

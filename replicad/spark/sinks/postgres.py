@@ -426,6 +426,20 @@ class PostgresSink(Sink):
 
         return patiently(self.url, work, patience=self.patience)
 
+    def stored_counts(self) -> dict[int | None, int]:
+        """See Sink."""
+
+        def work(driver: Any) -> dict[int | None, int]:
+            with driver.cursor() as cursor:
+                [(there,)] = ask(cursor, f"SELECT to_regclass({literal(self.table)}) IS NOT NULL")
+                if not there:
+                    return {}
+                if "_shard" not in self.columns(cursor):
+                    return {None: int(ask(cursor, f"SELECT count(*) FROM {self.table}")[0][0])}
+                return dict(ask(cursor, f"SELECT _shard, count(*) FROM {self.table} GROUP BY 1"))
+
+        return patiently(self.url, work, patience=self.patience)
+
 
 def _key_of(shape: Shape) -> tuple[str, ...]:
     """The columns of the table's key."""

@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 
 # W3C Trace Context, version 00: neither id is zero. A later version would have to be parsed by its own rules.
 TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 LAST = 2  # seconds for the last spans at the end; what a collector does not take by then is dropped
 MOST_LINKS = 32  # of a span to the rows of its request
 
 log = get_logger(__name__)
+
+
+def collected(what: Literal["traces", "metrics"]) -> bool:
+    """Whether the variables of OpenTelemetry name a collector for these, and do not turn them off."""
+    given, kind = os.environ, what.upper()
+    return (
+        bool(given.get("OTEL_EXPORTER_OTLP_ENDPOINT") or given.get(f"OTEL_EXPORTER_OTLP_{kind}_ENDPOINT"))
+        and given.get(f"OTEL_{kind}_EXPORTER", "otlp") != "none"
+        and given.get("OTEL_SDK_DISABLED", "").lower() != "true"
+    )
 
 
 @cache
@@ -84,7 +93,7 @@ def exported(service: str) -> Iterator[None]:
     """Send spans by OTLP over HTTP during the block, if the environment names a collector. `service`: the name of this
     service, unless OTEL_SERVICE_NAME has one. What waits for the collector is bounded, and dropped beyond.
     """
-    if not any(os.environ.get(name) for name in ENDPOINTS):
+    if not collected("traces"):
         yield
         return
     try:

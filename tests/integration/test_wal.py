@@ -240,7 +240,7 @@ async def test_a_listener_comes_back_after_its_connection_was_ended(server: Embe
 @pytest.mark.parametrize(
     ("case", "remedy"),
     [
-        ("no attribute", "ALTER ROLE replicad's role WITH REPLICATION"),
+        ("no attribute", "replicad sql roles --replication"),
         ("no extra", "pip install 'replicad[bell]'"),
         ("no server", "No such file or directory"),
         ("no address", "libpq does not take the address"),

@@ -1,4 +1,4 @@
-"""Figures for `/metrics`: looks at Postgres, and the formats of Prometheus and OpenMetrics.
+"""Figures for `/metrics`: looks at Postgres, and the formats of Prometheus, OpenMetrics and OTLP.
 
 Postgres is asked only while somebody asks for figures: together, seldom, and never for long.
 
@@ -11,11 +11,17 @@ at each system call of the event loop.
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
+import structlog
 import trio
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -25,6 +31,11 @@ from prometheus_client.registry import Collector
 from replicad.daemon.figures import COUNTER, DELAYS, GAUGE, HISTOGRAM, Delays, Family, FigureQuery, Figures, Sample
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
+from replicad.tracing import collected
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import HistogramDataPoint, NumberDataPoint
+    from opentelemetry.sdk.metrics.export import Metric as OtlpMetric
 
 AGE = Family("replicad_look_age_seconds", GAUGE, "Age of the figures that were read from Postgres.", ("look",))
 FAILURES = Family(
@@ -45,6 +56,14 @@ LEFT_OUT = Family(
     f"Series that are not exported: a figure has at most {MAX_SERIES:,}.",
     ("figure",),
 )
+
+EVERY = (
+    60.0  # seconds between the figures that a collector is sent, as OpenTelemetry has it; OTEL_METRIC_EXPORT_INTERVAL
+)
+OFTEN = 1.0  # seconds, the shortest of such intervals
+TAKES = 10.0  # seconds that a collector has for them
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +237,87 @@ def _without(page: bytes, *, headers: bool) -> bytes:
     if headers:
         kept = b"".join(line for line in kept.splitlines(keepends=True) if not line.startswith(b"#"))
     return kept
+
+
+async def send_to_collector(
+    families: Iterable[Family],
+    samples: Callable[[], Iterable[Sample]],
+    refresh: Callable[[], Awaitable[None]],
+    resource: Mapping[str, str],
+) -> None:
+    """Send the figures of `/metrics` by OTLP over HTTP, every minute (OTEL_METRIC_EXPORT_INTERVAL, in milliseconds),
+    until cancelled. Returns at once if the environment names no collector for metrics. A collector that cannot be
+    reached gets the next figures: sums are cumulative, so nothing is missing from them then.
+    """
+    if not collected("metrics"):
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData, ResourceMetrics, ScopeMetrics
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    except ImportError as error:  # such variables are often set for all programs of a machine
+        log.warning("metrics_not_exported", error=str(error), remedy="pip install 'replicad[otel]'")
+        return
+    named = Resource.create(
+        {"service.name": "replicad", **resource} if not os.environ.get("OTEL_SERVICE_NAME") else resource
+    )
+    exporter = await trio.to_thread.run_sync(partial(OTLPMetricExporter, timeout=TAKES))
+    logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # the events below say it
+    families, began, failing = (*families, LEFT_OUT), time.time_ns(), False
+    while True:
+        await refresh()
+        found = await gather(families, samples(), lambda _: True)
+        metrics, now = [], time.time_ns()
+        for family in sorted(found, key=lambda one: one.name):
+            points: list[HistogramDataPoint | NumberDataPoint] = []
+            for at in range(0, len(found[family]), SLICE):
+                points += [_otlp_point(sample, began, now) for sample in found[family][at : at + SLICE]]
+                await trio.lowlevel.checkpoint()
+            if points:
+                metrics.append(_otlp_metric(family, points))
+        scope = ScopeMetrics(InstrumentationScope("replicad"), metrics, "")
+        data = MetricsData([ResourceMetrics(named, [scope], "")])
+        sent = await trio.to_thread.run_sync(exporter.export, data, abandon_on_cancel=True)
+        if failing != (sent is not MetricExportResult.SUCCESS):
+            failing = not failing
+            if failing:
+                log.warning(
+                    "metrics_not_exported", remedy="see that the collector of OTEL_EXPORTER_OTLP_ENDPOINT answers"
+                )
+            else:
+                log.info("metrics_exported", collector="takes them again")
+        await trio.sleep(_interval())
+
+
+def _interval() -> float:
+    """OTEL_METRIC_EXPORT_INTERVAL in seconds; a text that is no number of milliseconds counts as not given."""
+    text = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")
+    return max(OFTEN, int(text) / 1000) if text.isdecimal() else EVERY
+
+
+def _otlp_point(sample: Sample, began: int, now: int) -> HistogramDataPoint | NumberDataPoint:
+    """A sample as the SDK wants it. Times in nanoseconds since 1970."""
+    from opentelemetry.sdk.metrics.export import HistogramDataPoint, NumberDataPoint
+
+    labels, value = dict(zip(sample.family.labels, sample.labels, strict=True)), sample.value
+    if not isinstance(value, Delays):
+        return NumberDataPoint(labels, began, now, value)
+    counts = tuple(value.counts)
+    # OTLP needs neither the least nor the greatest, and nobody knows them.
+    return HistogramDataPoint(labels, began, now, value.number, value.seconds, counts, DELAYS, None, None)
+
+
+def _otlp_metric(family: Family, points: Sequence[HistogramDataPoint | NumberDataPoint]) -> OtlpMetric:
+    """A family with its points. Units are those that its name ends with, as UCUM writes them."""
+    from opentelemetry.sdk.metrics.export import AggregationTemporality, Gauge, Histogram, Metric, Sum
+
+    unit = {"seconds": "s", "bytes": "By"}.get(family.name.removesuffix("_total").rpartition("_")[2], "")
+    data: Histogram | Sum | Gauge
+    if family.kind == HISTOGRAM:
+        data = Histogram(points, AggregationTemporality.CUMULATIVE)
+    elif family.kind == COUNTER:
+        data = Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=True)
+    else:
+        data = Gauge(points)
+    return Metric(family.name, family.help, unit, data)

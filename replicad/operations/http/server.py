@@ -37,7 +37,7 @@ from replicad.operations.http.entry import Caller, calling, refuse_controls
 from replicad.operations.http.guests import Desk, Guest
 from replicad.operations.http.history import History
 from replicad.operations.http.live import Live
-from replicad.operations.http.metrics import AGE, FAILURES, Exposition, LookIntervals, Looks
+from replicad.operations.http.metrics import AGE, FAILURES, Exposition, LookIntervals, Looks, send_to_collector
 from replicad.operations.http.streams import RowsPage
 from replicad.operations.http.wire import Answer, Ended, Refused, Request, split_target
 from replicad.operations.serving import STATUS
@@ -243,6 +243,11 @@ class HttpPages:
         page, content_type = await self._exposition.page(caller.name, accept, self._samples, caller.admits)
         return Answer.of_type(content_type, page)
 
+    async def push(self) -> None:
+        """Send the figures to the collector of OpenTelemetry that the environment names, if it names one."""
+        named = {"service.version": self._version, "service.instance.id": self._host.settings.server_name}
+        await send_to_collector(self.families(), self._samples, self._looks.refresh, named)
+
     def families(self) -> list[Family]:
         """All exported figures, except the figures of the process and `replicad_series_left_out`."""
         return [*FAMILIES, *(one for source in self._host.figures.sources for one in source.families)]
@@ -316,6 +321,7 @@ class HttpServer:
                 self._acceptor = acceptor
                 nursery.start_soon(keep_running, self._looks.run, "service", "figures", host.troubles)
                 nursery.start_soon(keep_running, self._pages.history.run, "service", "history", host.troubles)
+                nursery.start_soon(keep_running, self._pages.push, "service", "collector", host.troubles)
                 nursery.start_soon(acceptor.accept_forever, queues)
                 task_status.started()
                 await trio.sleep_forever()

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: for the requests of the sender, and for the calls of a worker.
+"""Spans of OpenTelemetry: for the requests of the sender, the calls of a worker, and the batches of a pipeline.
 
 A library uses the API of OpenTelemetry alone, and the program decides where spans go. Without its packages (the extra
 `otel`) and without an SDK that the program has set up, nothing is recorded. `exported` is for the commands of replicad:
@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from replicad.eventlog import get_logger
 
@@ -72,20 +73,49 @@ def span(
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    propagator = TraceContextTextMapPropagator()
-    contexts = [propagator.extract({"traceparent": one}) for one in dict.fromkeys(parents)]
-    links = [trace.Link(trace.get_current_span(one).get_span_context()) for one in contexts[1 : MOST_LINKS + 1]]
-    with trace.get_tracer("replicad").start_as_current_span(
-        name,
-        context=contexts[0] if contexts else None,
-        kind=trace.SpanKind[kind],
-        attributes=dict(attributes),
-        links=links,
-    ) as made:
+    begun = trace.get_tracer("replicad").start_span(name, **_placed(kind, attributes, parents))
+    with trace.use_span(begun, end_on_exit=True) as made:
         sent: dict[str, str] = {}
         if made.is_recording():
-            propagator.inject(sent)
+            TraceContextTextMapPropagator().inject(sent)
         yield OpenSpan(made, sent.get("traceparent"))
+
+
+def record_span(
+    name: str,
+    seconds: float,
+    attributes: Mapping[str, str | int],
+    parents: Sequence[str] = (),
+    failure: str | None = None,
+) -> None:
+    """A span for work that has just ended after so many seconds, and whose parents were found while it was done."""
+    if not _has_api():
+        return
+    from opentelemetry import trace
+
+    now = time.time_ns()
+    placed = _placed("CONSUMER", attributes, parents)
+    made = trace.get_tracer("replicad").start_span(name, start_time=now - int(seconds * 1e9), **placed)
+    if failure is not None:
+        OpenSpan(made).fail(failure)
+    made.end(now)
+
+
+def _placed(
+    kind: Literal["CLIENT", "CONSUMER"], attributes: Mapping[str, str | int], parents: Sequence[str]
+) -> dict[str, Any]:
+    """What a span is begun with, so that it has its place in the traces of `parents`."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    propagator = TraceContextTextMapPropagator()
+    contexts = [propagator.extract({"traceparent": one}) for one in dict.fromkeys(parents)]
+    return {
+        "context": contexts[0] if contexts else None,
+        "kind": trace.SpanKind[kind],
+        "attributes": dict(attributes),
+        "links": [trace.Link(trace.get_current_span(one).get_span_context()) for one in contexts[1 : MOST_LINKS + 1]],
+    }
 
 
 @contextmanager

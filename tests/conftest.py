@@ -259,3 +259,17 @@ def psql(url: str, *sql: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The spans of a program that has set up an SDK of OpenTelemetry."""
+    trace = pytest.importorskip("opentelemetry.trace")
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    found, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(found))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield found
+    provider.shutdown()

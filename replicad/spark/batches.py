@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 from replicad.errors import DownstreamError, TableUnreadable, UsageError
 from replicad.eventlog import get_logger
 from replicad.spark.checkpoint import PARKED, Checkpoint
-from replicad.spark.enrich import EnrichedRows, Enricher, conform
+from replicad.spark.enrich import EnrichedRows, Enricher, LookUps, conform
 from replicad.spark.explaining import explain
 from replicad.spark.offsets import last_pod
 from replicad.spark.parking import SuspectShards
@@ -36,7 +36,7 @@ Batches = Iterator[pa.RecordBatch]
 
 SUMMARY_DDL = (
     "pods bigint, ids bigint, `distinct` bigint, oldest double, controls string, "
-    "written bigint, deleted bigint, repeated boolean, note string"
+    "written bigint, deleted bigint, repeated boolean, note string, traces string"
 )
 _ARROW = {"bigint": pa.int64(), "double": pa.float64(), "string": pa.string(), "boolean": pa.bool_()}
 _SUMMARY = pa.schema(
@@ -47,26 +47,15 @@ WRITE, DELETE, STATISTICS = "W", "D", "S"
 _TASK_BITS = 16  # of a task's number; the bits above are the number of tasks that write after a transform
 
 
-@dataclass(frozen=True, slots=True)
-class LookUps(Iterable[EnrichedRows]):
-    """The changes for some touches. Every iteration looks up the rows again."""
-
-    enricher: Enricher
-    touches: pa.Table
-
-    def __iter__(self) -> Iterator[EnrichedRows]:
-        return self.enricher.changes(self.touches)
-
-
 def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: BatchId) -> Callable[[Batches], Batches]:
     """Deduplicate, look up, write: for `mapInArrow` on the source's rows."""
 
     def work(batches: Batches) -> Batches:
         touches = collect(batches)
-        applied = Applied()
+        applied, looked_up = Applied(), LookUps(enricher, touches.table)
         if touches.table.num_rows:
-            applied = sink.apply(shape, batch, _task_number(), LookUps(enricher, touches.table))
-        yield _summary(touches, applied)
+            applied = sink.apply(shape, batch, _task_number(), looked_up)
+        yield _summary(touches, applied, looked_up.traces)
 
     return work
 
@@ -88,10 +77,11 @@ def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
 
     def work(batches: Batches) -> Batches:
         touches = collect(batches)
-        for change in enricher.changes(touches.table):
+        looked_up = LookUps(enricher, touches.table)
+        for change in looked_up:
             yield from labelled(change.writes, WRITE)
             yield from labelled(change.deletes, DELETE)
-        counts = json.dumps(_counts(touches))
+        counts = json.dumps(_counts(touches, looked_up.traces))
         yield from labelled(pa.table({"_shard": pa.array([0], pa.int32())}), STATISTICS, counts)
 
     return work
@@ -125,9 +115,9 @@ def _task_number() -> int:
     return context.partitionId() if context is not None else 0
 
 
-def _counts(touches: Touches | None) -> dict[str, object]:
+def _counts(touches: Touches | None, traces: Iterable[str] = ()) -> dict[str, object]:
     if touches is None:
-        return {"pods": 0, "ids": 0, "distinct": 0, "oldest": None, "controls": "[]"}
+        return {"pods": 0, "ids": 0, "distinct": 0, "oldest": None, "controls": "[]", "traces": ""}
     controls = [[control.seq, control.shard, control.payload] for control in touches.controls]
     return {
         "pods": touches.pods,
@@ -135,12 +125,13 @@ def _counts(touches: Touches | None) -> dict[str, object]:
         "distinct": touches.table.num_rows,
         "oldest": touches.oldest,
         "controls": json.dumps(controls),
+        "traces": " ".join(traces),
     }
 
 
-def _summary(touches: Touches | None, applied: Applied) -> pa.RecordBatch:
+def _summary(touches: Touches | None, applied: Applied, traces: Iterable[str] = ()) -> pa.RecordBatch:
     row = {
-        **_counts(touches),
+        **_counts(touches, traces),
         "written": applied.written,
         "deleted": applied.deleted,
         "repeated": applied.repeated,
@@ -164,6 +155,7 @@ class BatchRunner:
     `checkpoint` is removed when the second batch starts: the first batch is then in Spark's commit log. `send_report`
     sends each report to the daemon. `suspects`: shards whose ids are parked while their tables cannot be read.
     `unreadable` has the shards of the batch that failed because of such tables. `term` asks for the term of the lease.
+    `span`, a `record_batch` of this pipeline, records a batch as a span.
     """
 
     enricher: Enricher
@@ -174,6 +166,7 @@ class BatchRunner:
     result: PipelineResult = field(default_factory=PipelineResult)
     checkpoint: Checkpoint | None = None
     send_report: Callable[[BatchReport], None] | None = None
+    span: Callable[..., None] | None = None
     error: BaseException | None = None
     busy: bool = False
     first: int | None = None  # number of the first batch since the start
@@ -198,6 +191,8 @@ class BatchRunner:
                 garbage = self._collect_garbage(pods.sparkSession, batch, outcome.controls)
         except BaseException as error:
             self.error = error
+            if self.span is not None:
+                self.span(time.monotonic() - started, 0, (), failure=str(explain(error)))
             if isinstance(explain(error), TableUnreadable):
                 self._find_unreadable(pods)
             raise
@@ -218,6 +213,8 @@ class BatchRunner:
             seconds=time.monotonic() - started,
             lag=None if outcome.oldest is None else max(0.0, time.time() - outcome.oldest),
         )
+        if self.span is not None:
+            self.span(report.seconds, report.ids, outcome.traces)
         self.result = self.result.plus(report)
         log.info("batch_done", **report.counts())
         if self.send_report is not None:

@@ -15,6 +15,7 @@ from replicad.config.settings import ClientSettings, DatabaseSettings, read_sett
 from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option, settings_options
 from replicad.terminal.output import as_json_line, echo
+from replicad.tracing import exported
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -80,7 +81,7 @@ def run(
 
         local = load_local(config, database=settings.database, trigger=trigger)
         local = replace(local, rebuild=rebuild, tube_schema=settings.tube_schema)
-        with _stop_on_signals() as asked_to_stop:
+        with exported("replicad-pipeline"), _stop_on_signals() as asked_to_stop:
             result = run_local(local, until=asked_to_stop)
         echo(as_json_line(asdict(result)) if as_json else summary(result))
         return
@@ -92,7 +93,7 @@ def run(
 
     loaded = load_config(config, database=settings.database, trigger=trigger)
     loaded = replace(loaded, rebuild=rebuild, tube_schema=settings.tube_schema)
-    with _stop_on_signals() as asked_to_stop:
+    with exported("replicad-pipeline"), _stop_on_signals() as asked_to_stop:
 
         def make_session() -> SparkSession:
             return build_session(f"replicad {loaded.name}", log_file=spark_log, config=loaded.spark)

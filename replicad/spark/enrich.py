@@ -11,7 +11,7 @@ security could hide rows: Postgres gives an error for such a table while `row_se
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -31,6 +31,7 @@ from replicad.spark.database import PATIENCE, batches_of, forget, literal, patie
 from replicad.spark.tables import ADDED, UNHELD, Layout
 from replicad.spark.touches import chunks_by_shard, touch_schema
 from replicad.sqlstates import NO_RIGHT, NO_TABLE, WRONG_QUERY, means
+from replicad.tracing import MOST_LINKS, TRACEPARENT
 
 CHUNK = 10_000  # ids in one query at most; larger queries are not faster and hold more rows in memory
 PIECE = 64 << 20  # bytes of rows in one piece of changes, about: what a task holds of them; a longer row is a piece
@@ -57,10 +58,31 @@ class EnrichedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUps(Iterable[EnrichedRows]):
+    """The changes for some touches. Every iteration looks up the rows again. `traces` gets the traceparents of rows:
+    each once, and no more than a span can have.
+    """
+
+    enricher: Enricher
+    touches: pa.Table
+    traces: dict[str, None] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[EnrichedRows]:
+        column = self.enricher.traceparent
+        for found in self.enricher.changes(self.touches):
+            if column is not None and column in found.writes.column_names and len(self.traces) <= MOST_LINKS:
+                for text in pc.unique(found.writes.column(column)).to_pylist():
+                    if isinstance(text, str) and TRACEPARENT.fullmatch(text) and len(self.traces) <= MOST_LINKS:
+                        self.traces[text] = None
+            yield found
+
+
+@dataclass(frozen=True, slots=True)
 class Enricher:
     """Loads the rows of touched ids. `url` is the Postgres of the rules without a `database`; `layout` is from
     `tables.find_layout`. `pods` is the SQL name of the tube's table, which is in the database of the rows. The rows of
-    a shard in `purged` are deleted if there is no table for it.
+    a shard in `purged` are deleted if there is no table for it. `traceparent`: a column of rows, downstream, with
+    the W3C traceparent of the request that wrote them.
     """
 
     url: str
@@ -69,6 +91,7 @@ class Enricher:
     chunk: int = CHUNK
     patience: float = PATIENCE
     purged: frozenset[int] = frozenset()
+    traceparent: str | None = None
 
     def __repr__(self) -> str:  # the url may hold a password
         return f"Enricher(layout={self.layout!r})"

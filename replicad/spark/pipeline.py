@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -42,7 +43,7 @@ from replicad.spark.options import parse_options
 from replicad.spark.parking import SuspectShards, park_refused
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
 from replicad.spark.preflight import Attachments, Watch, check_downstream, wait_until_ready
-from replicad.spark.reports import BatchReport, PipelineResult, Reporter
+from replicad.spark.reports import BatchReport, PipelineResult, Reporter, record_batch
 from replicad.spark.session import build_session, check_pyspark, quiet_callbacks, refuse_connect
 from replicad.spark.sinks.base import Shape
 from replicad.spark.sinks.delta import DeltaSink
@@ -107,7 +108,14 @@ def make_runner(
     quiet_callbacks()
     shape = shape_of(config, spark, enricher, Known.read(checkpoint))
     return BatchRunner(
-        enricher, config.sink, shape, config.transform, on_batch, checkpoint=checkpoint, send_report=send_report
+        enricher,
+        config.sink,
+        shape,
+        config.transform,
+        on_batch,
+        checkpoint=checkpoint,
+        send_report=send_report,
+        span=partial(record_batch, config.tube, config.name),
     )
 
 
@@ -151,7 +159,8 @@ def make_enricher(config: PipelineConfig, known: Known | None = None) -> Enriche
             log.warning(
                 "columns_lacking", columns=", ".join(names), shards=len(source.lacking), table=source.rule.table
             )
-    made = Enricher(config.database, layout, f"{quote(config.tube_schema)}.{quote(config.tube)}")
+    tube = f"{quote(config.tube_schema)}.{quote(config.tube)}"
+    made = Enricher(config.database, layout, tube, traceparent=config.traceparent)
     made.prove()
     for url in {config.database, *(rule.database for rule in config.rules if rule.database)}:
         forget(url)  # this thread no longer needs the connection

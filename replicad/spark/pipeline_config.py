@@ -145,6 +145,12 @@ RUN = (
         minimum=1,
         maximum=1000,
     ),
+    Key(
+        "traceparent",
+        TEXT,
+        None,
+        "column of rows downstream with a W3C traceparent: the span of a batch continues its trace (docs/metrics.md)",
+    ),
 )
 _KEYS = {key.name: key for key in (*ENRICH, *RUN)}
 _CHECKED = ("numeric", "out_of_range", "new_columns", "wider_types", "tries")
@@ -167,6 +173,7 @@ class PipelineConfig:
     `renamed` has the new names of columns that are being renamed in the tables, by the names that they have downstream.
     `tries`: after so many failures of a batch in a row, with growing pauses between, the ids whose rows cannot be read
     are parked. If there are none, the run ends.
+    `traceparent`: a column of the rows, downstream, with a W3C traceparent; batches are spans in its trace.
     `rebuild`: if the downstream is not the same as in the checkpoint, schedule a backfill of all rows by
     the functions in `tube_schema`, and continue; otherwise the pipeline does not start (preflight.py).
     `spark` are settings of the session that `run` makes, e.g. `{"spark.driver.memory": "2g"}`.
@@ -194,6 +201,7 @@ class PipelineConfig:
     trigger: str | float = AVAILABLE_NOW
     name: str = "pipeline"
     tries: int = 5
+    traceparent: str | None = None
     transform: Callable[[DataFrame], DataFrame] | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     rebuild: bool = False

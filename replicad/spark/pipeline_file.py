@@ -167,6 +167,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         trigger=trigger or run.get("trigger", AVAILABLE_NOW),
         name=run.get("name", "pipeline"),
         tries=run.get("tries", 5),
+        traceparent=run.get("traceparent"),
         spark=spark,
         transform=load_object(run["transform"], "[run] transform") if "transform" in run else None,
     )

@@ -15,6 +15,7 @@ from replicad.eventlog import get_logger
 from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.sinks.base import Applied
 from replicad.spark.touches import Control
+from replicad.tracing import record_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,19 @@ class BatchReport:
         counts = {name: getattr(self, name) for name in ("pods", "ids", "written", "deleted", "garbage", "repeated")}
         lag = None if self.lag is None else round(self.lag, 3)
         return {"batch": self.number, **counts, "seconds": round(self.seconds, 3), "lag": lag}
+
+
+def record_batch(
+    tube: str, name: str, seconds: float, ids: int, traces: Sequence[str], *, failure: str | None = None
+) -> None:
+    """A span for a batch, in the traces of its rows. `name`: of the pipeline, with its downstream if it has several."""
+    about: dict[str, str | int] = {
+        "messaging.system": "replicad",
+        "messaging.destination.name": tube,
+        "messaging.consumer.group.name": name,
+        "messaging.batch.message_count": ids,
+    }
+    record_span("replicad batch", seconds, about, traces, failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,7 @@ class StepResult:
     oldest: float | None
     controls: tuple[Control, ...]
     applied: tuple[Applied, ...]
+    traces: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> StepResult:
@@ -102,6 +117,7 @@ class StepResult:
             oldest=min(oldest, default=None),
             controls=tuple(sorted(controls, key=lambda control: control.seq)),
             applied=tuple(Applied(row["written"], row["deleted"], row["repeated"], row["note"] or "") for row in rows),
+            traces=tuple(dict.fromkeys(trace for row in rows for trace in (row["traces"] or "").split())),
         )
 
 

@@ -189,6 +189,33 @@ async def test_a_refused_row_is_parked_and_the_others_are_written(shop: Shop) ->
     assert psql(shop.source, "SELECT keys, error FROM tube.tube_parked").startswith("{2}|")
 
 
+async def test_a_batch_is_a_span_in_the_traces_of_its_rows(shop: Shop, finished: Any) -> None:
+    await eventually_backfilled(shop)
+    finished.clear()
+    one, other = (f"00-{digit * 32}-{digit * 16}-01" for digit in "ab")
+    psql(shop.source, f"UPDATE customer SET name = CASE id WHEN 1 THEN '{one}' ELSE '{other}' END WHERE id < 4")
+    config = replace(shop.config, traceparent="name")
+    async with running(config):
+        await eventually(shop.is_equal)
+    batch, *_ = finished.get_finished_spans()
+    assert (batch.name, batch.attributes["messaging.destination.name"]) == ("replicad batch", "shop")
+    assert (batch.attributes["messaging.batch.message_count"], batch.status.is_unset) == (3, True)
+    assert f"{batch.context.trace_id:032x}" == f"{batch.parent.trace_id:032x}"
+    assert {f"{span.span_id:016x}" for span in (batch.parent, *(link.context for link in batch.links))} == {
+        "a" * 16,
+        "b" * 16,
+    }
+    assert 0 < batch.end_time - batch.start_time < PATIENCE * 1e9
+    psql(shop.target, "ALTER TABLE customer ADD CHECK (id <> 5 OR name = 'c5')")
+    psql(shop.source, f"UPDATE customer SET name = '{one}' WHERE id = 5")
+    finished.clear()
+    async with running(replace(config, tries=1)):
+        await eventually(lambda: psql(shop.source, "SELECT count(*) FROM tube.tube_parked") == "1")
+    failed = finished.get_finished_spans()[0]
+    assert (failed.status.is_ok, "customer_id_check" in failed.status.description) == (False, True)
+    assert f"{failed.parent.span_id:016x}" == "a" * 16
+
+
 async def test_two_downstreams_share_a_touch_and_one_that_fails_holds_nothing(
     database: Database, database_url: str, target_url: str, daemon: Daemon, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -32,19 +31,6 @@ from .conftest import OpenClient
 from .test_sender_webhooks import DESTINATION, OTHER, TRACE, delivery, made
 
 trace = pytest.importorskip("opentelemetry.trace")
-sdk = pytest.importorskip("opentelemetry.sdk.trace")
-export = pytest.importorskip("opentelemetry.sdk.trace.export")
-memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-
-
-@pytest.fixture
-def finished(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The spans of a program that has set up an SDK."""
-    found, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
-    provider.add_span_processor(export.SimpleSpanProcessor(found))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    yield found
-    provider.shutdown()
 
 
 async def test_a_request_continues_the_trace_of_its_row_and_links_the_others(finished: Any) -> None:

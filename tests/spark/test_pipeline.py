@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -86,6 +87,25 @@ def test_a_parquet_folder_follows_backfill_inserts_updates_and_deletes(
     assert frame.where("id = 2 AND _shard = 1").select("people", "area").collect() == [(30, "0.20000000000000000000")]
     assert frame.count() == len(cities.rows())
     assert spark.read.parquet(str(tmp_path / "out/current")).count() == len(cities.rows())
+
+
+def test_a_batch_is_a_span_in_the_traces_of_its_rows(
+    spark: SparkSession, cities: Cities, tmp_path: Path, finished: Any
+) -> None:
+    texts = {shard: f"00-{digit * 32}-{digit * 16}-01" for shard, digit in ((1, "a"), (2, "b"))}
+    for name, transform in (("whole", None), ("transformed", lambda rows: rows)):
+        finished.clear()
+        config = cities.config(
+            PostgresSink(cities.url, f"dw.{name}"), tmp_path / name, transform=transform, traceparent="name"
+        )
+        for shard, text in texts.items():
+            cities.put(shard, [1, 2], 1)
+            psql(cities.url, f"UPDATE shard_{shard:04d}.cities SET name = '{text}'")
+        pipeline.run(config, spark)
+        [batch] = finished.get_finished_spans()
+        assert (batch.name, batch.attributes["messaging.batch.message_count"]) == ("replicad batch", 4)
+        found = {f"{span.trace_id:032x}" for span in (batch.parent, *(link.context for link in batch.links))}
+        assert found == {"a" * 32, "b" * 32}
 
 
 def test_a_transform_sees_rows_and_what_it_leaves_out_is_deleted(

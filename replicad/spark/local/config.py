@@ -91,6 +91,7 @@ class LocalConfig:
     trigger: str | float = AVAILABLE_NOW
     name: str = "pipeline"
     tries: int = 5
+    traceparent: str | None = None
     consistency: str = ROWS
     backlog_after: float = BACKLOG_AFTER
     backlog_ids: int = BACKLOG_IDS

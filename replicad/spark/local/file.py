@@ -68,6 +68,7 @@ OF_LOCAL = (
 )
 _TRIGGER = next(key for key in RUN if key.name == "trigger")
 _RUN = tuple(key for key in RUN if key.name != "transform")
+_AS_THEY_ARE = {"name", "tries", "traceparent", "consistency", "backlog_after", "backlog_ids"}
 
 
 def load_local(path: Path, *, database: str | None = None, trigger: str | None = None) -> LocalConfig:
@@ -104,7 +105,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         "options": source_of(found["source"]),
         "checkpoint": checkpoint,
         "trigger": _TRIGGER.take(trigger or run.get("trigger", "available_now"), "[run] trigger"),
-        **{name: run[name] for name in ("name", "tries", "consistency", "backlog_after", "backlog_ids") if name in run},
+        **{name: run[name] for name in run.keys() & _AS_THEY_ARE},
     }
     if "tables" in found:
         section = checked("[tables]", found["tables"], OF_TABLES)

@@ -139,7 +139,8 @@ def make_work(
     wider = known.widened(layout.known.types)
     if wider and config.wider_types == STOP:
         raise UsageError(f"columns have got wider types ({', '.join(sorted(wider))}), and wider_types is `{STOP}`")
-    enricher = Enricher(config.database, layout, f"{quote(config.tube_schema)}.{quote(config.tube)}")
+    tube = f"{quote(config.tube_schema)}.{quote(config.tube)}"
+    enricher = Enricher(config.database, layout, tube, traceparent=config.traceparent)
     types = dict(layout.types)
     if config.numeric == TEXT and not sink.casts:  # whatever could make a number of it must not
         types = {name: type for name, type in types.items() if ColumnType.parse(type).name != "numeric"}

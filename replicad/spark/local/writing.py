@@ -43,7 +43,7 @@ from replicad.protocol.tokens import Cursor
 from replicad.retry import Backoff
 from replicad.spark.checkpoint import LocalCheckpoint
 from replicad.spark.database import connection, driver_error, forget, literal, patiently, quote
-from replicad.spark.enrich import PIECE, EnrichedRows, Enricher
+from replicad.spark.enrich import PIECE, EnrichedRows, LookUps
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.local.backlog import Backlog
 from replicad.spark.local.config import TRANSACTION, LocalConfig
@@ -53,7 +53,7 @@ from replicad.spark.local.touchlog import TouchChunk, TouchLog
 from replicad.spark.options import endpoint_of
 from replicad.spark.parking import RefusedIds, pods_with, search
 from replicad.spark.pipeline_config import AVAILABLE_NOW
-from replicad.spark.reports import BatchReport, PipelineResult, Reporter
+from replicad.spark.reports import BatchReport, PipelineResult, Reporter, record_batch
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.sinks.delta_upkeep import UpkeepThread
 from replicad.spark.touches import Control, deduplicate, touch_schema
@@ -174,9 +174,10 @@ class DownstreamThread:
         self._stopping = threading.Event()
         self._failing_since: float | None = None
         self._busy = False
-        self._reporter = Reporter(
-            config.source, config.name if len(config.downstreams) == 1 else f"{config.name}/{name}"
-        )
+        self._began = 0.0  # the batch in hand
+        self._traces: dict[str, None] = {}  # of its rows
+        self._title = config.name if len(config.downstreams) == 1 else f"{config.name}/{name}"
+        self._reporter = Reporter(config.source, self._title)
         self._unreported: PipelineResult = PipelineResult()
         self._last: BatchReport | None = None  # that was not sent
         self._reported_at = 0.0
@@ -342,6 +343,9 @@ class DownstreamThread:
         if self._failing_since is None:
             self._failing_since = time.monotonic()
         log.warning("batch_failed", downstream=self.name, error=str(error))
+        if self._busy:
+            spent = time.monotonic() - self._began
+            record_batch(self._config.tube, self._title, spent, 0, tuple(self._traces), failure=str(error))
 
     def _was_fenced(self, error: DownstreamError) -> bool:
         """After a refused number: take the next one, if the lease is ours. Raises LeaseLost if it is not."""
@@ -479,7 +483,8 @@ class DownstreamThread:
         self._write(self._batch_of(chunks))
 
     def _write(self, batch: _Batch) -> None:
-        started = time.monotonic()
+        started = self._began = time.monotonic()
+        self._traces.clear()
         number = self._number
         distinct = batch.touches.num_rows
         applied = self._write_touches(batch)
@@ -493,6 +498,7 @@ class DownstreamThread:
                 garbage += found[0]
                 again = Applied(again.written + found[1].written, again.deleted + found[1].deleted)
         self._record()
+        record_batch(self._config.tube, self._title, time.monotonic() - started, batch.ids, tuple(self._traces))
         self._report(
             BatchReport(
                 number=number,
@@ -520,9 +526,9 @@ class DownstreamThread:
 
             def more(ids: Mapping[str, pa.Array]) -> list[TableChanges]:
                 found = [(self._works[name], touches_of(self._works, name, keys, seq)) for name, keys in ids.items()]
-                return [_changes(work, touches, purged) for work, touches in found]
+                return [self._changes(work, touches, purged) for work, touches in found]
 
-            changes = [_changes(work, touches, purged) for work, touches in split]
+            changes = [self._changes(work, touches, purged) for work, touches in split]
             if batch.touches.num_rows <= AT_ONCE:
                 changes = _looked_up(changes)
             name = BatchId(
@@ -537,6 +543,10 @@ class DownstreamThread:
         self._recorded.update(dict.fromkeys(written, self._number))
         self._number += 1
         return applied
+
+    def _changes(self, work: TableWork, touches: pa.Table, purged: int | None = None) -> TableChanges:
+        enricher = work.enricher if purged is None else replace(work.enricher, purged=frozenset({purged}))
+        return TableChanges(work.name, work.sink, work.shape, LookUps(enricher, touches, self._traces))
 
     def _split(self, touches: pa.Table) -> list[tuple[TableWork, pa.Table]]:
         """The touches of each table."""
@@ -772,22 +782,6 @@ class DownstreamThread:
             ),
             {"query": self._shared.query, "newest": self._number - 1},
         )
-
-
-def _changes(work: TableWork, touches: pa.Table, purged: int | None = None) -> TableChanges:
-    enricher: Enricher = work.enricher if purged is None else replace(work.enricher, purged=frozenset({purged}))
-    return TableChanges(work.name, work.sink, work.shape, _Again(enricher, touches))
-
-
-@dataclass(frozen=True, slots=True)
-class _Again:
-    """The changes of touches. Every iteration looks them up again."""
-
-    enricher: Enricher
-    touches: pa.Table
-
-    def __iter__(self) -> Iterator[EnrichedRows]:
-        return self.enricher.changes(self.touches)
 
 
 def _looked_up(tables: list[TableChanges]) -> list[TableChanges]:

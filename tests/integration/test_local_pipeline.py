@@ -212,7 +212,7 @@ async def test_a_batch_is_a_span_in_the_traces_of_its_rows(shop: Shop, finished:
     async with running(replace(config, tries=1)):
         await eventually(lambda: psql(shop.source, "SELECT count(*) FROM tube.tube_parked") == "1")
     failed = finished.get_finished_spans()[0]
-    assert (failed.status.is_ok, "customer_id_check" in failed.status.description) == (False, True)
+    assert (failed.status.is_ok, "customer_check" in failed.status.description) == (False, True)
     assert f"{failed.parent.span_id:016x}" == "a" * 16
 
 

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "spark": "Spark: ids read from a tube against Spark JDBC in order",
     "pipeline": "Pipeline: enrichment against its floor, backfills into each downstream, and the time of one change",
     "local": "The local engine: from an UPDATE to its row in Postgres, and backfills, with processor time",
+    "spark_engine": "Pipelines with Spark: backfills with its start, an UPDATE to its row, twelve tables in one driver",
     "lakes": "Lakes: small batches into a large table: bytes, disk and readers, against the same rows written at once",
     "copies": "Copies: a table and its changes into Parquet and Postgres, beside dlt and a program by hand",
     "commits": "Small commits: single rows to many clients, p50 / p99 and processor time, against NATS",

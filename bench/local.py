@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from bench.report import Figure, Spread, amount, latency, percentile
-from bench.system import Daemon, Options, System, cpu, wait_until
+from bench.system import Daemon, Options, System, cpu, cpu_of_all, wait_until
 from replicad.postgres.embedded import embedded_postgres
 from replicad.spark.database import connection
 
@@ -122,6 +122,23 @@ def _backfill(servers: System, daemon: Daemon, kind: str, downstream: str, rows:
 
 def _updates(servers: System, daemon: Daemon, downstream: str, options: Options) -> list[Figure]:
     _attach(servers, daemon, downstream)
+    with _engine(servers, daemon, "postgres", downstream) as engine:
+        made = "SELECT to_regclass('dw.item') IS NOT NULL"
+        wait_until(lambda: servers.sql(made) == "t", "the table downstream", engine)
+        seconds, used = timed_updates(servers, engine, options)
+    p50, p99 = (percentile(seconds, share) for share in (0.5, 0.99))
+    what = f"from an UPDATE to its row in Postgres, {OTHERS} others a second, "
+    return [
+        Figure(what + "p50", latency(seconds), f"{used:.2f} of a processor", Spread.of([p50 / GOALS[0]]), at_most=1.0),
+        Figure(what + "p99", "", f"goals {GOALS[0] * 1000:.0f} / {GOALS[1] * 1000:.0f} ms", Spread.of([p99 / GOALS[1]]),
+               at_most=1.0),
+    ]  # fmt: skip
+
+
+def timed_updates(servers: System, engine: psutil.Popen, options: Options) -> tuple[list[float], float]:
+    """The seconds from single updates of `item` to their rows in `dw.item`, with others beside them, and the
+    processors that the engine takes meanwhile.
+    """
     rows = options.sized(ROWS)
     ending = threading.Event()
 
@@ -138,16 +155,14 @@ def _updates(servers: System, daemon: Daemon, downstream: str, options: Options)
                     time.sleep(ahead)
 
     seconds = []
-    with _engine(servers, daemon, "postgres", downstream) as engine, connection(servers.url).cursor() as source:
-        thread = threading.Thread(target=others)
-        thread.start()
-        made = "SELECT to_regclass('dw.item') IS NOT NULL"
-        wait_until(lambda: servers.sql(made) == "t", "the table downstream", engine)
-        with connection(servers.url).cursor() as target:
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        with connection(servers.url).cursor() as source, connection(servers.url).cursor() as target:
             before, at = 0.0, 0.0
             for number in range(10 + max(20, options.sized(TOUCHES))):
                 if number == 10:
-                    before, at = cpu(psutil.Process(engine.pid)), time.monotonic()
+                    before, at = cpu_of_all(engine), time.monotonic()
                 name, id_ = f"new {number}", rows // 2 + number + 1
                 began = time.monotonic()
                 source.execute("UPDATE item SET name = $1 WHERE id = $2", parameters=(name, id_))
@@ -158,14 +173,8 @@ def _updates(servers: System, daemon: Daemon, downstream: str, options: Options)
                     time.sleep(0.002)
                 seconds.append(time.monotonic() - began)
                 time.sleep(0.03)
-            used = (cpu(psutil.Process(engine.pid)) - before) / (time.monotonic() - at)
+            used = (cpu_of_all(engine) - before) / (time.monotonic() - at)
+    finally:
         ending.set()
         thread.join()
-    seconds = seconds[10:]
-    p50, p99 = (percentile(seconds, share) for share in (0.5, 0.99))
-    what = f"from an UPDATE to its row in Postgres, {OTHERS} others a second, "
-    return [
-        Figure(what + "p50", latency(seconds), f"{used:.2f} of a processor", Spread.of([p50 / GOALS[0]]), at_most=1.0),
-        Figure(what + "p99", "", f"goals {GOALS[0] * 1000:.0f} / {GOALS[1] * 1000:.0f} ms", Spread.of([p99 / GOALS[1]]),
-               at_most=1.0),
-    ]  # fmt: skip
+    return seconds[10:], used

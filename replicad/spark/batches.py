@@ -1,7 +1,7 @@
 """One micro-batch of a pipeline, on the driver: run its tasks, commit it downstream, collect garbage, count.
 
 Spark's `foreachBatch` calls it. When it returns, Spark writes its commit log, and the source acks the pods before the
-next batch.
+next batch. A small batch is written by the driver itself (small_batches.py), others by tasks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from replicad.errors import DownstreamError, TableUnreadable, UsageError
+from replicad.errors import DownstreamError, ReplicadError, TableUnreadable, UsageError
 from replicad.eventlog import get_logger
-from replicad.spark.checkpoint import PARKED, Checkpoint
+from replicad.spark.checkpoint import PARKED, BatchPlan, Checkpoint
 from replicad.spark.enrich import EnrichedRows, Enricher, LookUps, conform
 from replicad.spark.explaining import explain
 from replicad.spark.offsets import last_pod
 from replicad.spark.parking import SuspectShards
 from replicad.spark.reports import BatchReport, PipelineResult, StepResult
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.small_batches import PATIENCE, NotSmall, SmallBatches, SmallLookUps
 from replicad.spark.touches import Control, Touches, collect
 from replicad.tubes.columns import schema as pods_schema
 from replicad.tubes.keys import BIGINT, TEXT
@@ -130,14 +131,17 @@ def _counts(touches: Touches | None, traces: Iterable[str] = ()) -> dict[str, ob
 
 
 def _summary(touches: Touches | None, applied: Applied, traces: Iterable[str] = ()) -> pa.RecordBatch:
-    row = {
+    return pa.RecordBatch.from_pylist([_summed(touches, applied, traces)], schema=_SUMMARY)
+
+
+def _summed(touches: Touches | None, applied: Applied, traces: Iterable[str] = ()) -> dict[str, Any]:
+    return {
         **_counts(touches, traces),
         "written": applied.written,
         "deleted": applied.deleted,
         "repeated": applied.repeated,
         "note": applied.note,
     }
-    return pa.RecordBatch.from_pylist([row], schema=_SUMMARY)
 
 
 GARBAGE_PER_STEP = 100_000  # stale ids per request to the downstream: bounds the driver's memory
@@ -155,7 +159,8 @@ class BatchRunner:
     `checkpoint` is removed when the second batch starts: the first batch is then in Spark's commit log. `send_report`
     sends each report to the daemon. `suspects`: shards whose ids are parked while their tables cannot be read.
     `unreadable` has the shards of the batch that failed because of such tables. `term` asks for the term of the lease.
-    `span`, a `record_batch` of this pipeline, records a batch as a span.
+    `span`, a `record_batch` of this pipeline, records a batch as a span. `small` reads the pods of small batches; None:
+    every batch is a Spark job.
     """
 
     enricher: Enricher
@@ -173,6 +178,7 @@ class BatchRunner:
     suspects: SuspectShards | None = None
     unreadable: dict[int, str] = field(default_factory=dict)
     term: Callable[[], int] | None = None
+    small: SmallBatches | None = None
     _unmarked: bool = False
     _done: int | None = None  # the last batch that ended well
 
@@ -185,10 +191,13 @@ class BatchRunner:
         else:
             self.unmark()
         try:
-            batch = self._identified(pods.sparkSession, number)
-            with self._readable(pods) as readable:
-                outcome = self._run(readable, batch)
-                garbage = self._collect_garbage(pods.sparkSession, batch, outcome.controls)
+            plan = None if self.checkpoint is None else self.checkpoint.plan(number)
+            batch = self._identified(pods.sparkSession, number, plan)
+            outcome = self._run_small(batch, plan)
+            if outcome is None:
+                with self._readable(pods) as readable:
+                    outcome = self._run(readable, batch)
+            garbage = self._collect_garbage(pods.sparkSession, batch, outcome.controls)
         except BaseException as error:
             self.error = error
             if self.span is not None:
@@ -222,16 +231,15 @@ class BatchRunner:
         if self.on_batch is not None:
             self.on_batch(report, self.result)
 
-    def _identified(self, spark: SparkSession, number: int) -> BatchId:
+    def _identified(self, spark: SparkSession, number: int, plan: BatchPlan | None) -> BatchId:
         """The batch as downstreams know it.
 
         Raises:
             DownstreamError: the downstream was put back to a state before the batch that this run wrote last.
         """
         query = _query_id(spark)
-        if self.checkpoint is None:
+        if self.checkpoint is None or plan is None:
             return BatchId(query, number)
-        plan = self.checkpoint.plan(number)
         name = query + self.checkpoint.recorded_as().suffix
         term = self.term() if self.sink.fenced and self.term is not None else 0
         batch = BatchId(name, number, mark=plan.mark, last_pod=last_pod(plan.end), term=term)
@@ -242,6 +250,11 @@ class BatchRunner:
                 f"batch {self._done} was written; start with --rebuild, which schedules a backfill of all rows"
             )
         return batch
+
+    def close(self) -> None:
+        """Close the connections to daemons."""
+        if self.small is not None:
+            self.small.close()
 
     def unmark(self) -> None:
         """Remove the mark PARKED: no batch will be replayed that lacks parked pods. Safe to repeat."""
@@ -270,15 +283,54 @@ class BatchRunner:
         except Exception as error:  # noqa: BLE001 - the next try looks again
             log.warning("shards_unknown", error=str(explain(error)))
 
-    # --- the tasks of one step ---
+    # --- a step on the driver ---
+
+    def _run_small(self, batch: BatchId, plan: BatchPlan | None) -> StepResult | None:
+        """Run a small batch without a Spark job. None: it must be one."""
+        if self.small is None or plan is None or self.transform is not None:
+            return None
+        if self.suspects is not None and self.suspects.reasons:
+            return None
+        touches = self.small.read(batch.number, plan)
+        return None if touches is None else self._write_small(touches, batch)
+
+    def _write_small(self, touches: list[Touches], batch: BatchId, purged: int | None = None) -> StepResult | None:
+        """Write what each task of a step would write, with its number. None: a Spark job must do it."""
+        assert self.small is not None
+        enricher, sink = replace(self._enricher_of(purged), patience=PATIENCE), self.sink.impatient(PATIENCE)
+        rows, size = [], 0
+        try:
+            for number, task in enumerate(touches):
+                applied, look_ups = Applied(), SmallLookUps(LookUps(enricher, task.table))
+                if task.table.num_rows:
+                    applied = sink.apply(self.shape, batch, number, look_ups)
+                    size += look_ups.size
+                rows.append(_summed(task, applied, look_ups.every.traces))
+        except NotSmall:
+            self.small.measured(look_ups.size, task.table.num_rows)
+            return None
+        except ReplicadError as error:  # the job meets the same, or tries it again as Spark is told to
+            log.debug("batch_not_small", batch=batch.number, error=str(error))
+            return None
+        self.small.measured(size, sum(task.table.num_rows for task in touches))
+        return self._committed(batch, StepResult.of(rows))
+
+    # --- a step as a Spark job ---
 
     def _run(self, pods: DataFrame, batch: BatchId, purged: int | None = None) -> StepResult:
-        enricher = self.enricher if purged is None else replace(self.enricher, purged=frozenset({purged}))
+        enricher = self._enricher_of(purged)
         if self.transform is None:
             work = run_whole(enricher, self.sink, self.shape, batch)
             outcome = StepResult.of(_collect(pods.mapInArrow(work, SUMMARY_DDL)))
         else:
             outcome = self._run_with_transform(pods, batch, self.transform, enricher)
+        return self._committed(batch, outcome)
+
+    def _enricher_of(self, purged: int | None) -> Enricher:
+        return self.enricher if purged is None else replace(self.enricher, purged=frozenset({purged}))
+
+    def _committed(self, batch: BatchId, outcome: StepResult) -> StepResult:
+        """Let the downstream show the step; the outcome with the number of deleted rows."""
         deleted = self.sink.commit(batch, outcome.applied)
         return outcome if deleted is None else replace(outcome, deleted=deleted)
 
@@ -334,7 +386,7 @@ class BatchRunner:
             settled = False
             done.step += 1
             step = replace(batch, step=done.step)
-            outcome = self._run(_touch(spark, control, stale), step, purged=control.shard if control.purges else None)
+            outcome = self._touch(spark, step, control, stale)
             if outcome.repeated:  # the step was done before a crash, with other ids
                 continue
             fruitless = fruitless + 1 if seen is not None and stale.equals(seen) else 0
@@ -350,6 +402,17 @@ class BatchRunner:
             done.written += outcome.written
             done.deleted += outcome.deleted
 
+    def _touch(self, spark: SparkSession, step: BatchId, control: Control, ids: pa.Array) -> StepResult:
+        """Treat ids as the ids of one pod of operation G, in one task."""
+        row = {"seq": control.seq, "op": "G", "shard": control.shard, "ids": ids.to_pylist()}
+        keys = TEXT if pa.types.is_string(ids.type) else BIGINT
+        pod = pa.Table.from_pylist([{**row, "payload": None, "ts": None}], schema=pods_schema(payload=True, keys=keys))
+        purged = control.shard if control.purges else None
+        done = None
+        if self.small is not None and self.transform is None and len(ids) <= self.small.most_ids:
+            done = self._write_small([collect(pod.to_batches())], step, purged)
+        return self._run(spark.createDataFrame(pod).coalesce(1), step, purged) if done is None else done
+
 
 @dataclass(slots=True)
 class _Garbage:
@@ -357,13 +420,6 @@ class _Garbage:
     ids: int = 0
     written: int = 0
     deleted: int = 0
-
-
-def _touch(spark: SparkSession, control: Control, ids: pa.Array) -> DataFrame:
-    """A pod of operation G, as the source would return it, in one partition: one task writes a shard here too."""
-    row = {"seq": control.seq, "op": "G", "shard": control.shard, "ids": ids.to_pylist(), "payload": None, "ts": None}
-    keys = TEXT if pa.types.is_string(ids.type) else BIGINT
-    return spark.createDataFrame(pa.Table.from_pylist([row], schema=pods_schema(payload=True, keys=keys))).coalesce(1)
 
 
 def transform_changes(

@@ -164,6 +164,22 @@ class StreamOffset:
         return {"t": str(self.token), "v": VERSION}
 
 
+def ranges_between(start: Mapping[str, Any] | None, end: Mapping[str, Any]) -> list[Range]:
+    """The ranges of a batch of one tube, without empty ones, in the order of its tasks. `start` None: the first pod.
+
+    Raises:
+        UsageError: an offset is not of a tube.
+    """
+    finish = TubeOffset.from_json(end)
+    begin = TubeOffset.beginning(finish.partitions)
+    if start is not None:
+        (_, before), (_, made) = TubeOffset.tube_of(start), TubeOffset.tube_of(end)
+        other_tube = before is not None and before != made  # with failOnDataLoss=false
+        if not other_tube and TubeOffset.generation_of(start) in (None, TubeOffset.generation_of(end)):
+            begin = TubeOffset.from_json(start)
+    return begin.ranges_to(finish)
+
+
 def last_pod(offset: Mapping[str, Any]) -> int:
     """The highest number of a pod that an offset of a tube, or of the tubes of islands, covers.
 

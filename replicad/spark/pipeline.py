@@ -95,27 +95,30 @@ def make_runner(
     enricher: Enricher,
     checkpoint: Checkpoint,
     *,
+    holder: str,
     on_batch: OnBatch | None,
     send_report: Callable[[BatchReport], None],
 ) -> BatchRunner:
-    """What runs the micro-batches of one start."""
+    """What runs the micro-batches of one start, under the lease of `holder`."""
     check_pyspark()
     refuse_connect(spark)
     from replicad.spark import register  # noqa: PLC0415 - after `check_pyspark`
     from replicad.spark.batches import BatchRunner  # noqa: PLC0415
+    from replicad.spark.small_batches import SmallBatches  # noqa: PLC0415
 
     register(spark)
     quiet_callbacks()
-    shape = shape_of(config, spark, enricher, Known.read(checkpoint))
     return BatchRunner(
         enricher,
         config.sink,
-        shape,
+        shape_of(config, spark, enricher, Known.read(checkpoint)),
         config.transform,
         on_batch,
         checkpoint=checkpoint,
         send_report=send_report,
         span=partial(record_batch, config.tube, config.name),
+        term=lambda: lease_term(config, checkpoint, holder),
+        small=SmallBatches(parse_options(source_options(config, checkpoint, holder), streaming=True), checkpoint),
     )
 
 
@@ -379,6 +382,7 @@ class _Run:
             self._spark,
             self._made_enricher(),
             self._opened(),
+            holder=self._holder,
             on_batch=self._on_batch,
             send_report=self._reporter.send,
         )
@@ -386,7 +390,6 @@ class _Run:
         options = source_options(self._config, self._opened(), self._holder)
         suspects = SuspectShards(parse_options(options, streaming=True), self._opened(), self._suspects)
         runner.suspects = suspects
-        runner.term = lambda: lease_term(self._config, self._opened(), self._holder)
         query = start_query(self._config, self._spark, runner, self._opened(), holder=self._holder)
         upkeep = self._start_upkeep()
         try:
@@ -405,6 +408,7 @@ class _Run:
             raise found from error
         finally:
             _stop(query)
+            runner.close()
             upkeep.stop()
             self._reporter.close()
             self._result = runner.result
@@ -510,7 +514,6 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
     checkpoint = open_checkpoint(config.checkpoint, spark)
     enricher = make_enricher(config, Known.read(checkpoint))
     send = Reporter(config.source, config.name).send
-    runner = make_runner(config, spark, enricher, checkpoint, on_batch=on_batch, send_report=send)
     holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
-    runner.term = lambda: lease_term(config, checkpoint, holder)
+    runner = make_runner(config, spark, enricher, checkpoint, holder=holder, on_batch=on_batch, send_report=send)
     return start_query(config, spark, runner, checkpoint, holder=holder)

@@ -42,7 +42,8 @@ from replicad.errors import (
 from replicad.protocol.tokens import START, Cursor
 from replicad.spark.arrow import PodReader, block_batch, last_cursor
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
-from replicad.spark.offsets import VERSION, Range, TubeOffset, check_version, foreign
+from replicad.spark.kept_clients import kept_client
+from replicad.spark.offsets import VERSION, Range, TubeOffset, check_version, foreign, ranges_between
 from replicad.spark.options import AUTO, SourceOptions, endpoint_of, retries_of
 from replicad.spark.planning import Budget, Goal, plan_all, plan_batch
 from replicad.tubes.commands import ARROW, LINES, CursorAt, Part, Seen
@@ -79,7 +80,7 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
     after, pods = wanted.after, 0
     while True:
         try:
-            with endpoint_of(options).connect(f"task/{options.consumer or 'spark'}") as client:
+            with kept_client(endpoint_of(options), f"task/{options.consumer or 'spark'}") as client:
                 for batch in _batches(client, partition, after, encoding):
                     yield batch
                     pods += batch.num_rows
@@ -259,18 +260,15 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """One task for every partition that has pods in the batch. After a crash Spark calls this first."""
-        begin, finish = self._from_json(start), self._from_json(end)
-        (_, before), (_, made) = TubeOffset.tube_of(start), TubeOffset.tube_of(end)
-        other_tube = before is not None and before != made  # with failOnDataLoss=false
-        if other_tube or TubeOffset.generation_of(start) not in (None, TubeOffset.generation_of(end)):
-            begin = TubeOffset.beginning(finish.partitions)
-        ranges = begin.ranges_to(finish)
+        self._from_json(start)
+        finish = self._from_json(end)
+        ranges = ranges_between(start, end)
         if not ranges:
             return []
         self._planned = finish
         hold = self._held()
         if self._options.fail_on_data_loss:
-            hold.expect(made)
+            hold.expect(TubeOffset.tube_of(end)[1])
         try:
             hold.enter(TubeOffset.generation_of(end))
         except LeaseForked as error:  # `latestOffset` goes on with the first pod

@@ -131,6 +131,10 @@ class Sink(ABC):
         """Whether batches must have the term of the tube's lease, which takes a request to the daemon for each."""
         return False
 
+    def impatient(self, patience: float) -> Sink:  # noqa: ARG002
+        """The same downstream, for the driver: its `apply` waits at most so many seconds for a server that is away."""
+        return self
+
     def check_columns(self, names: Sequence[str]) -> None:  # noqa: B027 - most take all
         """Raise UsageError if the downstream cannot have columns of these names. Without Spark and without a server."""
 

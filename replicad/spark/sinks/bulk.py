@@ -21,9 +21,9 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import MAX_PREC, Context, Decimal
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -288,6 +288,10 @@ class BulkSink(Sink):
                 f"column {ours[0]!r}: documents of an index cannot have a field of that name; list the `columns` that "
                 "you need without it, or rename it in a view"
             )
+
+    def impatient(self, patience: float) -> Self:
+        """See Sink."""
+        return replace(self, patience=patience)
 
     def prepare(self, shape: Shape) -> None:
         """Check that the server can be reached and accepts our login. It creates the index with the first document."""

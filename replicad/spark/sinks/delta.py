@@ -237,7 +237,7 @@ class DeltaSink(Sink):
                 break
         else:
             if alone:
-                token = os.urandom(8).hex()
+                token = f"{self.uri} {batch.query} {task}"  # in place of a batch that was never committed
                 _held[token] = pa.concat_tables([schema.empty_table(), *held])
                 return Applied(done, deleted, note=json.dumps({"held": token, "id": shape.id}))
         store, root = self.place()

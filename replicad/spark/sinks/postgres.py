@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -134,6 +134,10 @@ class PostgresSink(Sink):
     @property
     def _batches(self) -> str:
         return f"{self._schema}.replicad_batches" if self._schema else "replicad_batches"
+
+    def impatient(self, patience: float) -> Self:
+        """See Sink."""
+        return replace(self, patience=patience)
 
     def prepare(self, shape: Shape) -> None:
         """Create the schema, the table and the table of batches if they are missing."""

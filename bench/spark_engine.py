@@ -1,0 +1,204 @@
+"""Pipelines with `engine = "spark"`: fresh rows with small batches, twelve tables in one driver, and backfills.
+
+The driver is a process of its own with the JVM and the Python workers below it, whose processor time is counted, the
+start of Spark included.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from bench.local import GOALS as GOALS_OF_LOCAL
+from bench.local import OTHERS, ROWS, timed_updates
+from bench.report import Figure, Spread, amount, latency, percentile
+from bench.system import Daemon, Options, System, cpu_of_all, wait_until
+from replicad.postgres.embedded import embedded_postgres
+from replicad.spark.database import connection
+
+GOALS = (0.100, 0.200)  # seconds from an UPDATE to its row, p50 and p99
+RATE = 100_000  # rows for each second of processor time
+TABLES, FRESH, TRANSACTIONS = 12, 0.5, 50  # tables of one driver, seconds (p50), and transactions in a second for all
+FOLLOWED = 30.0  # seconds for which they are followed
+DRIVER = """
+import sys, time
+from pathlib import Path
+from replicad.spark import PipelineConfig, build_session, pipeline
+from replicad.spark.sinks import DeltaSink, ParquetSink, PostgresSink
+url, port, folder, kind, tables, trigger = sys.argv[1:]
+spark = build_session("bench", log_file=Path(folder) / "spark.log", config={{"spark.driver.memory": "1g"}})
+sinks = {{
+    "parquet": lambda name: ParquetSink(Path(folder) / "parquet" / name),
+    "delta": lambda name: DeltaSink(f"{{folder}}/delta/{{name}}"),
+    "postgres": lambda name: PostgresSink(url, f"dw.{{name}}"),
+}}
+queries = [
+    pipeline.start(PipelineConfig(
+        tube=name, port=int(port), database=url, table=name, sink=sinks[kind](name), name=name,
+        checkpoint=Path(folder) / "checkpoints" / kind / name, trigger=trigger,
+    ), spark)
+    for name in tables.split(",")
+]
+for query in queries:
+    query.awaitTermination()
+spark.stop()
+"""
+
+
+def run(options: Options) -> list[Figure]:
+    """Backfills, then single updates beside others, then twelve tables."""
+    with tempfile.TemporaryDirectory(prefix="replicad-bench-") as name:
+        folder = Path(name)
+        folder.chmod(0o711)  # the account of root's Postgres passes through
+        with embedded_postgres(folder / "postgres") as url, System(url, folder).daemon() as daemon:
+            servers = System(url, folder)
+            rows = options.sized(ROWS)
+            _make_table(servers, "item", rows)
+            found = [
+                _backfill(servers, daemon, kind, rows)
+                for kind in ("parquet", "delta", "postgres")
+                if options.picks(kind)
+            ]
+            if options.picks("updates"):
+                found += _updates(servers, daemon, options)
+            if options.picks("tables"):
+                found.append(_tables(servers, daemon))
+            return found
+
+
+def _make_table(servers: System, name: str, rows: int) -> None:
+    servers.sql(
+        f"CREATE TABLE {name} (id bigint PRIMARY KEY, name text, price float8, at date)",
+        f"INSERT INTO {name} SELECT n, 'item ' || n, n, now() FROM generate_series(1, {rows}) n",
+        f"VACUUM ANALYZE {name}",
+        f"SELECT tube.tube_ensure_exists('{name}', 2)",
+        f"SELECT tube.tube_table_ensure_attached('{name}', '{name}', 0)",
+    )
+
+
+@contextmanager
+def _driver(servers: System, daemon: Daemon, kind: str, tables: str, trigger: str) -> Iterator[psutil.Popen]:
+    words = [servers.url, str(daemon.port), str(servers.folder), kind, tables, trigger]
+    with (servers.folder / "driver.log").open("ab") as out:
+        started = psutil.Popen([sys.executable, "-c", DRIVER.format(), *words], stdout=out, stderr=subprocess.STDOUT,
+                               cwd=Path.cwd(), env=dict(os.environ))  # fmt: skip
+    try:
+        yield started
+    finally:
+        below = started.children(recursive=True) if started.poll() is None else []
+        for one in (started, *below):
+            try:
+                one.kill()
+            except psutil.NoSuchProcess:
+                continue
+        started.wait(60)
+
+
+def _backfill(servers: System, daemon: Daemon, kind: str, rows: int) -> Figure:
+    """All pods are there when Spark starts. It ends with `available_now`, so nothing but its work is counted."""
+    servers.sql("SELECT count(*) FROM tube.tube_backfill_schedule('item', 'id', 0, 0)")
+    wait_until(
+        lambda: (
+            servers.sql("SELECT NOT EXISTS (SELECT FROM tube.tube_backfill WHERE tube = 'item' AND NOT finished)")
+            == "t"
+        ),
+        "the pods of the backfill",
+        seconds=60,
+    )
+    began = time.monotonic()
+    used = 0.0
+    with _driver(servers, daemon, kind, "item", "available_now") as driver:
+        while driver.poll() is None and time.monotonic() < began + 280:
+            used = max(used, cpu_of_all(driver))
+            time.sleep(0.05)
+    took = time.monotonic() - began
+    if servers.sql("SELECT count(*) FROM (SELECT FROM tube.item LIMIT 1) x") != "0":
+        raise RuntimeError(f"the backfill into {kind} did not end; see {servers.folder}")
+    return Figure(
+        f"backfill of {rows} rows into {kind}, Spark's start too",
+        f"{took:.1f} s, {used:.1f} s of a processor, {amount(rows / used, 'rows')} for each",
+        f"goal {amount(RATE, 'rows')}",
+        Spread.of([rows / used / RATE]),
+        at_least=1.0,
+    )
+
+
+def _updates(servers: System, daemon: Daemon, options: Options) -> list[Figure]:
+    with _driver(servers, daemon, "postgres", "item", "0") as driver:
+        wait_until(lambda: servers.sql("SELECT to_regclass('dw.item') IS NOT NULL") == "t", "the table", driver)
+        seconds, used = timed_updates(servers, driver, options)
+    p50, p99 = (percentile(seconds, share) for share in (0.5, 0.99))
+    what = f"from an UPDATE to its row in Postgres, {OTHERS} others a second, "
+    goals = f"goals {GOALS[0] * 1000:.0f} / {GOALS[1] * 1000:.0f} ms; of the local engine {GOALS_OF_LOCAL[0]:g} s"
+    return [
+        Figure(what + "p50", latency(seconds), f"{used:.2f} of a processor", Spread.of([p50 / GOALS[0]]), at_most=1.0),
+        Figure(what + "p99", "", goals, Spread.of([p99 / GOALS[1]]), at_most=1.0),
+    ]
+
+
+def _tables(servers: System, daemon: Daemon) -> Figure:
+    """Each transaction updates a row of one of the tables; every fifth is timed until its row is downstream."""
+    names = [f"table_{number:02d}" for number in range(TABLES)]
+    for name in names:
+        _make_table(servers, name, 1000)
+    with _driver(servers, daemon, "postgres", ",".join(names), "0") as driver:
+        made = " AND ".join(f"to_regclass('dw.{name}') IS NOT NULL" for name in names)
+        wait_until(lambda: servers.sql(f"SELECT {made}") == "t", "the tables", driver, 120)
+        time.sleep(5)  # for the queries to begin
+        before = cpu_of_all(driver)
+        seconds = _fresh(servers.url, names)
+        used = (cpu_of_all(driver) - before) / FOLLOWED
+    return Figure(
+        f"{TABLES} tables in one driver, {TRANSACTIONS} transactions/s, from an UPDATE to its row",
+        latency(seconds),
+        f"goal for p50 {FRESH * 1000:.0f} ms; {used:.2f} of a processor",
+        Spread.of([percentile(seconds, 0.5) / FRESH]),
+        at_most=1.0,
+    )
+
+
+def _fresh(url: str, names: list[str]) -> list[float]:
+    """Update rows at the rate for some seconds; the seconds that the timed updates took."""
+    seconds: list[float] = []
+    waiting: dict[tuple[str, int], float] = {}
+    ending, lock = threading.Event(), threading.Lock()
+
+    def look() -> None:
+        with connection(url).cursor() as cursor:
+            while not ending.is_set() or waiting:
+                with lock:
+                    seen = dict(waiting)
+                for (name, number), began in seen.items():
+                    cursor.execute(f"SELECT price FROM dw.{name} WHERE id = {number % 1000 + 1}")
+                    found = cursor.fetchone()
+                    if (found is not None and found[0] == float(number)) or time.monotonic() > began + 30:
+                        seconds.append(time.monotonic() - began)
+                        del waiting[name, number]
+                time.sleep(0.005)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    begun = time.monotonic()
+    with connection(url).cursor() as cursor:
+        for number in range(int(FOLLOWED * TRANSACTIONS)):
+            name = names[number % len(names)]
+            began = time.monotonic()
+            cursor.execute(f"UPDATE {name} SET price = {number} WHERE id = {number % 1000 + 1}")
+            if number % 5 == 0:
+                with lock:
+                    waiting[name, number] = began
+            ahead = begun + (number + 1) / TRANSACTIONS - time.monotonic()
+            if ahead > 0:
+                time.sleep(ahead)
+    ending.set()
+    looking.join()
+    return seconds

@@ -10,6 +10,8 @@
 #   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
 #   make test LOCK=requirements.lock         the packages of CI, exactly as they are pinned there
 #   make torture TORTURE_ARGS="--seed 7 --schedules 1"   one schedule of faults; TORTURE_ARGS=--help says more
+#   make simulate SIMULATE_ARGS="--seed 7 --hours 10"    simulated hours of one seed; SIMULATE_ARGS=--help says more
+#   make mutants MUTANTS="replicad.client.ledger*"       the mutants of one module (docs/dev/mutants.md)
 #   make proof PROOF_ARGS="--fault 19 --fault 26"   a part of what docs/faults.md lists; PROOF_ARGS=--help says more
 #   make torture REPLICAD_FORKS_POSTGRES=/usr/lib/postgresql/15/bin   the programs of another PostgreSQL
 
@@ -19,6 +21,8 @@ WORKERS ?= auto
 TIMES ?= 5
 BENCH_ARGS ?=
 TORTURE_ARGS ?= --schedules 60
+SIMULATE_ARGS ?= --hours 100
+MUTANTS ?=
 PROOF_ARGS ?=
 SPECS ?=
 FUZZ_ARGS ?=
@@ -34,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-lite unit test test-busy lint specs docs bench stress fuzz torture proof drills synapse lock dist release-check clean distclean check-java
+.PHONY: help demo demo-lite unit test test-busy lint specs docs bench stress fuzz torture simulate mutants proof drills synapse lock dist release-check clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +90,13 @@ fuzz: $(VENV)/.dev ## hostile lines, HTTP and a Redis that lies against a runnin
 
 torture: $(VENV)/.dev ## 60 schedules of random faults and everyday operations, for clients of every kind; half an hour
 	@REPLICAD_FORKS_POSTGRES="$(REPLICAD_FORKS_POSTGRES)" $(RUN) -m tests.torture $(TORTURE_ARGS)
+
+simulate: $(VENV)/.unit ## 100 simulated hours of writers, crashes, promotions and slow clients (docs/dev/simulation.md)
+	@$(RUN) -m tests.simulation $(SIMULATE_ARGS)
+
+mutants: $(VENV)/.mutants ## change the pure cores one place at a time, and see which changes no test notices; half an hour
+	@nice -n 15 $(RUN) -m mutmut run --max-children 1 $(MUTANTS)
+	@$(RUN) -m mutmut results
 
 proof: check-java $(VENV)/.dev ## repeat every fault of docs/faults.md within an hour, and write the page; PROOF_ARGS="--fault 19"
 	@REPLICAD_FORKS_POSTGRES="$(REPLICAD_FORKS_POSTGRES)" $(RUN) -m tests.proof $(PROOF_ARGS)
@@ -176,6 +187,11 @@ $(VENV)/.docs: $(VENV)/.dev
 $(VENV)/.specs: $(VENV)/.dev
 	@echo "==> installing TLC (2 MB)"
 	$(call pip_install,--group specs)
+	@touch $@
+
+$(VENV)/.mutants: $(VENV)/.dev
+	@echo "==> installing mutmut (20 MB)"
+	$(call pip_install,--group mutants)
 	@touch $@
 
 $(VENV)/synapse/.installed: tests/synapse/requirements.txt $(VENV)/.made

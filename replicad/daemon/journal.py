@@ -14,7 +14,8 @@ woken: that costs more than the send. The bounds:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -283,6 +284,7 @@ class Channel:
         self._readers: set[Reader] = set()
         self._moved = trio.Event()
         self._sealed = trio.Event()
+        self._at_seal: set[Callable[[], None]] = set()
         self._appended_bytes = 0
         self._fallen = 0
         self._waited = 0.0
@@ -390,10 +392,21 @@ class Channel:
         self.boundary = Boundary(self.head, dict(positions))
         self._sealed.set()
         self._sealed = trio.Event()
+        for wake in list(self._at_seal):
+            wake()
 
     async def wait_sealed(self) -> None:
         """Wait for the next boundary."""
         await self._sealed.wait()
+
+    @contextmanager
+    def at_seal(self, wake: Callable[[], None]) -> Iterator[None]:
+        """For the block, call `wake` at each boundary."""
+        self._at_seal.add(wake)
+        try:
+            yield
+        finally:
+            self._at_seal.remove(wake)
 
     def cut(self, error: ReplicadError, positions: Mapping[str, int]) -> None:
         """Remove all readers and chunks and begin again at `positions`. Readers get `error`."""

@@ -146,7 +146,7 @@ class PageRequest:
     part: Part | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class RowPage:
     """Rows of a stream as lines of RDATA without their ends, in the order of ids, and the token to go on with.
 
@@ -165,12 +165,16 @@ class RowPage:
 class Pages:
     """Streams page by page. `page` has no rows if there are none after the token yet. It raises StreamError: the stream
     is unknown, refused, stops before an unreadable row, or the token is not valid; and DatabaseError: Postgres cannot
-    answer. `wait_beyond` returns when rows may follow the token of such a page, or when its token is no longer of the
-    present generation; it raises the same errors. `has_changes`: whether the rows are changes of a table.
+    answer. With `since` (a time of trio's clock, not later than now) it may be a page that was built after that time.
+    `empty_page` is the page of a reader that has everything that was sent to readers; None if it may lack something.
+    `wait_beyond` runs a function until rows may follow the token of such a page, or until its token is no longer of the
+    present generation, and cancels it then; it raises the same errors, and what the function raises. `has_changes`:
+    whether the rows are changes of a table.
     """
 
-    page: Callable[[PageRequest], Awaitable[RowPage]]
-    wait_beyond: Callable[[PageRequest, str], Awaitable[None]]
+    page: Callable[[PageRequest, float | None], Awaitable[RowPage]]
+    empty_page: Callable[[PageRequest], Awaitable[RowPage | None]]
+    wait_beyond: Callable[[PageRequest, str, Callable[[], Awaitable[None]]], Awaitable[None]]
     has_changes: Callable[[str], bool]
 
 

@@ -136,6 +136,32 @@ async def test_other_requests_are_read_whole_and_byte_by_byte(data: bytes, head:
             assert await line.next_head() == head
 
 
+async def test_a_head_that_is_sent_again_is_not_parsed_again_and_no_secret_is_kept() -> None:
+    kept = wire._head_without_body
+    kept.cache_clear()
+    for _ in range(3):
+        assert await read(GET) == SEEN
+    assert (kept.cache_info().hits, kept.cache_info().currsize) == (2, 1)
+    for secret in (
+        b"GET / HTTP/1.1\r\n" + HOST + b"Authorization: Bearer abc\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + HOST + b"x: y\r\nCOOKIE:replicad_token=abc\r\n\r\n",
+        b"GET /a?access_token=abc HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET /a?after=1&acces%73_token=abc HTTP/1.1\r\n" + HOST + b"\r\n",
+        GET[:-2] + b"x: " + b"y" * wire.REPEATED_BYTES + b"\r\n\r\n",
+    ):
+        assert await read(secret) is not None
+        assert kept.cache_info().currsize == 1, secret
+    with connected() as (line, send, receive):  # what one peer wants of its connection is not kept for another one
+        await send.send_all(GET[:-2] + b"connection: close\r\n\r\n")
+        assert await line.next_head() is not None
+        assert not await line.send(Answer.text("a"), head_only=False, close=False)
+        assert b"connection: close\r\n" in bytes(await receive.receive_some(4096))
+    with connected() as (line, send, _):
+        await send.send_all(GET)
+        assert await line.next_head() == SEEN
+        assert await line.send(Answer.text("a"), head_only=False, close=False)
+
+
 async def test_bodies_are_bounded_and_what_follows_them_is_the_next_request() -> None:
     posts = [
         b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 5\r\n\r\nhello",

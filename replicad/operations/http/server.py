@@ -39,7 +39,7 @@ from replicad.operations.http.history import History
 from replicad.operations.http.live import Live
 from replicad.operations.http.metrics import AGE, FAILURES, Exposition, LookIntervals, Looks, send_to_collector
 from replicad.operations.http.streams import RowsPage
-from replicad.operations.http.wire import Answer, Ended, Refused, Request, split_target
+from replicad.operations.http.wire import Answer, Ended, Refused, Request
 from replicad.operations.serving import STATUS
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
@@ -347,8 +347,7 @@ class HttpServer:
                 head = await line.next_head()
                 if head is None:
                     return
-                path, query, repeats = split_target(head.target)
-                asked = (head.method, path, query, repeats, head.headers)
+                asked = (head.method, *head.parts, head.headers)
                 request = Request(*asked, guest, line.read_body, line.wait_closed)
                 answer = await self._pages.answer(request)
                 if answer is None:  # it was sent in another way

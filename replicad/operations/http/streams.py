@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
+from weakref import WeakKeyDictionary
 
 import structlog
 import trio
@@ -24,7 +25,6 @@ from replicad.config.declaring import seconds
 from replicad.daemon.fairness import Asker
 from replicad.daemon.service import Host, PageRequest, Pages, RowPage
 from replicad.errors import BadToken, RemoteError, ReplicadError, TokenExpired, TokenForked
-from replicad.nurseries import open_plain_nursery
 from replicad.operations.http.entry import KEPT, PARAMETER, Caller, Origins, calling
 from replicad.operations.http.wire import Answer, Ended, Refused, Request
 from replicad.protocol.tokens import Vector
@@ -125,6 +125,10 @@ class RowsPage(Page):
     methods = ("GET", "HEAD", "OPTIONS")
     parameters = ("after", "limit", "live", "cursor")
 
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._bodies: WeakKeyDictionary[RowPage, tuple[str, bytes]] = WeakKeyDictionary()
+
     async def answer(self, request: Request, caller: Caller, name: str) -> Answer:
         """`Page.answer`."""
         token = request.query.get("after") or EARLIEST
@@ -136,7 +140,10 @@ class RowsPage(Page):
         live = _live(request.query.get("live"))
         asker = Asker(caller.name or request.guest.address)
         wanted = PageRequest(name, token, limit, asker, caller.access, part)
-        page = await _read(pages, wanted, request)
+        arrived = trio.current_time()
+        page = None if live is None else await pages.empty_page(wanted)
+        if page is None:
+            page = await _read(pages, wanted, request)
         if live is not None:
             left = live if caller.browser is None else min(live, max(0.0, caller.browser.expires - time.time()))
             until = trio.current_time() + left
@@ -144,9 +151,11 @@ class RowsPage(Page):
                 await _wait(pages, wanted, page.token, request, until)
                 if page.part is not None:  # what came may be of other parts
                     await trio.sleep(PART_PAUSE)
-                found = await _read(pages, replace(wanted, token=page.token), request)
-                page = replace(found, named=page.named)  # by the address of the request
-        tag = _tag(page)
+                found = await _read(pages, replace(wanted, token=page.token), request, since=arrived)
+                if found.named != page.named:  # the address of the request counts
+                    found = replace(found, named=page.named)
+                page = found
+        tag, body = await self._rendered(page)
         headers = {
             "cache-control": self._caching(page, caller, live),
             "etag": tag,
@@ -160,7 +169,14 @@ class RowsPage(Page):
         headers |= allowed | ({"vary": ", ".join(filter(None, vary))} if any(vary) else {})
         if _is_known(request.headers, tag):
             return Answer(304, headers=headers)
-        return Answer(200, await _rendered(page), {"content-type": "application/jsonl", **headers})
+        return Answer(200, body, {"content-type": "application/jsonl", **headers})
+
+    async def _rendered(self, page: RowPage) -> tuple[str, bytes]:
+        """The ETag and the body of a page: made once, as long as the page is kept for others."""
+        found = self._bodies.get(page)
+        if found is None:
+            found = self._bodies[page] = _tag(page), await _rendered(page)
+        return found
 
     def _caching(self, page: RowPage, caller: Caller, live: float | None) -> str:
         """A closed page may be kept for ever where the address names the generation; by shared caches too, if all
@@ -202,10 +218,10 @@ def _live(text: str | None) -> float | None:
     return found
 
 
-async def _read(pages: Pages, wanted: PageRequest, request: Request) -> RowPage:
+async def _read(pages: Pages, wanted: PageRequest, request: Request, since: float | None = None) -> RowPage:
     with trio.move_on_after(LONGEST):
         await request.guest.take_place()
-        return await pages.page(wanted)
+        return await pages.page(wanted, since)
     raise Problem("timed_out", f"no page could be read within {LONGEST:g} s; try again")
 
 
@@ -217,10 +233,7 @@ async def _wait(pages: Pages, wanted: PageRequest, token: str, request: Request,
         raise Ended
 
     with request.guest.as_follower(), trio.move_on_at(until):
-        async with open_plain_nursery() as nursery:
-            nursery.start_soon(end_with_peer)
-            await pages.wait_beyond(wanted, token)
-            nursery.cancel_scope.cancel()
+        await pages.wait_beyond(wanted, token, end_with_peer)
 
 
 def _next(page: RowPage, limit: int, live: float | None) -> str:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -103,10 +105,13 @@ SENDING = 5.0  # seconds for a peer to take a piece of an answer
 PIECE = 64 << 10  # bytes of an answer
 LINGER, LINGER_BYTES = 1.0, 256 << 10  # read from a refused peer, so that no reset overtakes the answer
 RECEIVE = 16 << 10
+REPEATED, REPEATED_BYTES = 256, 2048  # heads that are kept, and the longest one: readers of one page send the same
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _HEAD = re.compile(rb"(%s) ([!-~]+) HTTP/(\d)\.(\d)\r\n((?:%s:[\t -~\x80-\xff]*\r\n)*)\r\n" % (_TOKEN, _TOKEN))
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::\d{0,5})?")
+# Heads that are not kept, as they have or may have a secret.
+_SECRET = re.compile(rb"(?i)\r\n(?:authorization|cookie)[ \t]*:|^[^\r]*\?(?:[^\r]*&)?(?:access_token=|[^\r]*%)")
 _LENGTH = re.compile(rb"\d{1,15}")
 # Encodings that some programs decode and others do not, before they compare (RFC 3986, 2.3 and 6.2.2): of letters,
 # digits, `-`, `.`, `_`, `~`, and of slashes. Also segments that some remove, and a `%` that encodes nothing.
@@ -196,11 +201,58 @@ def phrase(status: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head of a request."""
+    """The head of a request. `last`: the peer wants its answer to be the last one. `parts`: the target, as
+    `split_target` divides it. Requests may share a head.
+    """
 
     method: str
     target: str  # in origin-form
-    headers: dict[str, str]
+    headers: Mapping[str, str]
+    last: bool = field(default=False, compare=False)
+    parts: tuple[str, Mapping[str, str], bool] = field(default=("", {}, False), compare=False)
+
+
+@lru_cache(maxsize=REPEATED)
+def _head_without_body(head: bytes) -> Head | None:
+    """The head of a request; None if a body follows it. Crowds send the same heads. Raises Refused."""
+    look_at_head(head)
+    http = h11.Connection(h11.SERVER, HEAD_BYTES)
+    found, unread = _parsed(http, head)
+    return None if unread else found
+
+
+def _parsed(http: h11.Connection, head: bytes) -> tuple[Head, bool]:
+    """The head, and whether a body follows it. Raises Refused."""
+    try:
+        http.receive_data(head)
+        event = http.next_event()
+        assert isinstance(event, h11.Request)
+        unread = http.next_event() is h11.NEED_DATA
+    except h11.RemoteProtocolError as error:
+        raise Refused(error.error_status_hint, f"{BAD}: {error}") from None
+    headers: dict[str, str] = {}
+    for name, value in event.headers:
+        key, text = name.decode(), value.decode("latin-1")
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+    wanted = {one.strip().lower() for one in headers.get("connection", "").split(",")}
+    target = origin_form(event.target.decode(), headers.get("host", ""))
+    last = event.http_version != b"1.1" or "close" in wanted
+    return Head(event.method.decode(), target, headers, last, split_target(target)), unread
+
+
+@lru_cache(maxsize=REPEATED)
+def _answer_head(status: int, fields: tuple[tuple[str, str], ...]) -> bytes:
+    """The status line and these fields, without the empty line. h11 refuses fields that would break lines."""
+    found = h11.Response(
+        status_code=status, headers=[(name.encode(), value.encode("latin-1")) for name, value in fields]
+    )
+    lines = [b"%s: %s\r\n" % (name, value) for name, value in found.headers.raw_items()]
+    return b"HTTP/1.1 %d %s\r\n%s" % (status, phrase(status).encode(), b"".join(lines))
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> bytes:
+    return b"date: %s\r\n\r\n" % formatdate(second, usegmt=True).encode()
 
 
 class HttpWire:
@@ -210,7 +262,7 @@ class HttpWire:
         self._stream = stream
         self._waits = waits
         self._held = bytearray()  # was received and belongs to what comes next
-        self._http = h11.Connection(h11.SERVER)
+        self._http: h11.Connection | None = None  # of a request with a body
         self._unread = False  # whether the request has a body of which something is left
         self._length = 0  # of that body, if it was declared
         self._close = False  # whether the peer wants this answer to be the last one
@@ -232,9 +284,7 @@ class HttpWire:
         if not await self.wait_request():
             return None
         with trio.move_on_after(READING):
-            head = await self._whole_head()
-            look_at_head(head)
-            return self._parsed(head)
+            return self._taken(await self._whole_head())
         raise Ended
 
     async def _whole_head(self) -> bytes:
@@ -252,24 +302,16 @@ class HttpWire:
                 raise Refused(400, BAD)
             await self._receive()
 
-    def _parsed(self, head: bytes) -> Head:
-        self._http = http = h11.Connection(h11.SERVER, HEAD_BYTES)
-        try:
-            http.receive_data(head)
-            event = http.next_event()
-            assert isinstance(event, h11.Request)
-            self._unread = http.next_event() is h11.NEED_DATA
-        except h11.RemoteProtocolError as error:
-            raise Refused(error.error_status_hint, f"{BAD}: {error}") from None
-        headers: dict[str, str] = {}
-        for name, value in event.headers:
-            key, text = name.decode(), value.decode("latin-1")
-            headers[key] = f"{headers[key]}, {text}" if key in headers else text
-        self._length = int(headers.get("content-length", 0))
-        wanted = {one.strip().lower() for one in headers.get("connection", "").split(",")}
-        self._close = event.http_version != b"1.1" or "close" in wanted
-        target = origin_form(event.target.decode(), headers.get("host", ""))
-        return Head(event.method.decode(), target, headers)
+    def _taken(self, raw: bytes) -> Head:
+        kept = len(raw) <= REPEATED_BYTES and not _SECRET.search(raw)
+        head = _head_without_body(raw) if kept else _head_without_body.__wrapped__(raw)
+        self._http, self._unread, self._length = None, head is None, 0
+        if head is None:
+            self._http = h11.Connection(h11.SERVER, HEAD_BYTES)
+            head, _ = _parsed(self._http, raw)
+            self._length = int(head.headers.get("content-length", 0))
+        self._close = head.last
+        return head
 
     async def read_body(self, most: int) -> bytes:
         """The body of the request.
@@ -282,7 +324,7 @@ class HttpWire:
         if self._length > most:
             raise Refused(413, f"a request has at most {most} bytes")
         with trio.move_on_after(READING):
-            if self._http.they_are_waiting_for_100_continue:
+            if self._http is not None and self._http.they_are_waiting_for_100_continue:
                 await self._send(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
             while self._unread:
                 if not self._held:
@@ -294,6 +336,7 @@ class HttpWire:
         raise Ended
 
     def _take(self, data: bytes, found: bytearray, most: int) -> None:
+        assert self._http is not None
         try:
             self._http.receive_data(data)
             while (event := self._http.next_event()) is not h11.NEED_DATA:
@@ -323,19 +366,13 @@ class HttpWire:
         Raises:
             Ended: the peer does not take it.
         """
-        http = self._http
-        fields = {"date": formatdate(usegmt=True), **answer.headers}
+        fields = dict(answer.headers)
         if answer.status not in (204, 304):
             fields["content-length"] = str(len(answer.body))
         close = close or self._close or self._unread
         if close:
             fields["connection"] = "close"
-        response = h11.Response(
-            status_code=answer.status,
-            reason=phrase(answer.status).encode(),
-            headers=[(name.encode(), value.encode("latin-1")) for name, value in fields.items()],
-        )
-        first = http.send(response) or b""
+        first = _answer_head(answer.status, tuple(fields.items())) + _date(int(time.time()))
         body = b"" if head_only else answer.body
         for begin in range(0, max(1, len(body)), PIECE):
             await self._send(first + body[begin : begin + PIECE])

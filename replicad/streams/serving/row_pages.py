@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import trio
@@ -49,6 +49,7 @@ class _Building:
     began: float = float("-inf")  # when the last build began
     state: tuple[Stream, int] | None = None  # of the stream; a page of another generation or row expression is void
     waiting: int = 0  # tasks
+    ended: trio.Event | None = None  # set when the build that is under way has ended
 
     def valid(self, stream: ServedStream, arrived: float) -> RowPage | None:
         """The page for a request that came at `arrived`, if its build began later, or the page does not change."""
@@ -58,6 +59,16 @@ class _Building:
         registered, late_rows = self.state
         same = registered is stream.stream and late_rows == stream.late_rows
         return self.page if same and arrived <= self.began + lasts else None
+
+    async def built_since(self, stream: ServedStream, since: float) -> RowPage | None:
+        """The page, if its build began later and it has rows. Waits for such a build that is under way."""
+        while True:
+            page = self.valid(stream, since)
+            if page is not None and page.lines:
+                return page
+            if self.ended is None or since > self.began:
+                return None
+            await self.ended.wait()
 
 
 class _Ids:
@@ -126,7 +137,7 @@ class RowPages:
         self._kept: OrderedDict[Hashable, _Building] = OrderedDict()
         self._bytes = 0
 
-    async def page(self, wanted: PageRequest) -> RowPage:
+    async def page(self, wanted: PageRequest, since: float | None = None) -> RowPage:
         """`Pages.page`."""
         stream = await self._find(wanted)
         wanted = replace(wanted, part=wanted.access.part_of(stream.name, wanted.part))
@@ -138,19 +149,33 @@ class RowPages:
         building.waiting += 1
         try:
             page = building.valid(stream, trio.current_time())
+            if page is None and since is not None:
+                page = await building.built_since(stream, since)
             return await building.built(key, building, stream, wanted) if page is None else page
         finally:
             building.waiting -= 1
             self._forget(key, building)
 
-    async def wait_beyond(self, wanted: PageRequest, token: str) -> None:
+    async def empty_page(self, wanted: PageRequest) -> RowPage | None:
+        """`Pages.empty_page`. Whether rows after the token were trimmed is looked at when there are rows again."""
+        stream = await self._find(wanted)
+        if wanted.token == "EARLIEST" or wanted.access.part_of(stream.name, wanted.part) is not None:  # noqa: S105
+            return None
+        token, lane = Vector.parse(wanted.token), stream.lane(linear=False)
+        at_end = token.epoch == lane.epoch and token.minimum == stream.sent_upto and not token.ahead
+        if not at_end or lane.channel.held is not None or lane.channel.ended is not None or stream.forked:
+            return None
+        return RowPage((), str(token), closed=False, named=True)
+
+    async def wait_beyond(self, wanted: PageRequest, token: str, meanwhile: Callable[[], Awaitable[None]]) -> None:
         """`Pages.wait_beyond`."""
         stream, after = await self._find(wanted), Vector.parse(token)
         lane = stream.lane(linear=False)
         while lane.epoch == after.epoch and stream.sent_upto <= after.minimum:
             if lane.channel.ended is not None:
                 raise lane.channel.ended
-            await lane.channel.wait_sealed()
+            with trio.CancelScope() as scope, lane.channel.at_seal(scope.cancel):
+                await meanwhile()
 
     async def _find(self, wanted: PageRequest) -> ServedStream:
         access = wanted.access
@@ -167,8 +192,13 @@ class RowPages:
         if page is None:
             self._put(key, building, None)
             building.state, building.began = (stream.stream, stream.late_rows), trio.current_time()
-            page = await self._build(stream, wanted)
-            self._put(key, building, page)
+            building.ended = trio.Event()
+            try:
+                page = await self._build(stream, wanted)
+                self._put(key, building, page)
+            finally:
+                building.ended.set()
+                building.ended = None
         return page
 
     def _put(self, key: Hashable, building: _Building, page: RowPage | None) -> None:

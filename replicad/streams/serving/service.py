@@ -384,7 +384,7 @@ def feature(pace: StreamIntervals = StreamIntervals()) -> Feature:
         host.figures.add(StreamFigures(publisher, catchups, pools.housekeeping, schema, troubles))
         host.figures.catching_up = catchups.following
         pages = RowPages(publisher, pace)
-        host.inside.pages = Pages(pages.page, pages.wait_beyond, pages.has_changes)
+        host.inside.pages = Pages(pages.page, pages.empty_page, pages.wait_beyond, pages.has_changes)
         return service
 
     return Feature("streams", COMMANDS, open_service)

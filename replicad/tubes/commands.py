@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from replicad.protocol.command import Command, command, declared_in
@@ -45,6 +46,7 @@ class Part:
     partitions: int
 
     @classmethod
+    @lru_cache(maxsize=1024)  # workers send the same ones again and again
     def parse(cls, command: str, text: str) -> Self:
         """Parse `partition/partitions`; partitions are numbered from 0.
 

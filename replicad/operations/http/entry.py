@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,6 +37,7 @@ CHANGED = "the operator has changed the rights of this client while it was answe
 log = structlog.get_logger()
 
 
+@lru_cache(maxsize=256)
 def is_address(host: str) -> bool:
     """Whether a header `Host` holds an address or `localhost`. The owner of any other name can point it at this machine
     and have browsers here read our answers as answers of his own page (DNS rebinding).

@@ -35,6 +35,7 @@ PART_PAUSE = 0.25  # seconds between two looks for the rows of a part, whose str
 SLICE = 1000  # rows, before other tasks run
 SHORTEST_LIVE, LONGEST_LIVE = 1.0, 60.0  # seconds for which a page may wait for rows
 LIVE_FRESH = 1  # seconds; the shortest time that Cache-Control can say
+GENERATION = "!"  # in tokens that name their generation
 IMMUTABLE = "max-age=31536000, immutable"
 EARLIEST = "EARLIEST"
 
@@ -140,10 +141,12 @@ class RowsPage(Page):
         live = _live(request.query.get("live"))
         asker = Asker(caller.name or request.guest.address)
         wanted = PageRequest(name, token, limit, asker, caller.access, part)
-        arrived = trio.current_time()
+        since = None  # when the build of a page with rows may have begun: it is given out for LIVE_FRESH seconds
+        if live is not None:
+            since = trio.current_time() - (LIVE_FRESH if GENERATION in token else 0)
         page = None if live is None else await pages.empty_page(wanted)
         if page is None:
-            page = await _read(pages, wanted, request)
+            page = await _read(pages, wanted, request, since)
         if live is not None:
             left = live if caller.browser is None else min(live, max(0.0, caller.browser.expires - time.time()))
             until = trio.current_time() + left
@@ -151,7 +154,7 @@ class RowsPage(Page):
                 await _wait(pages, wanted, page.token, request, until)
                 if page.part is not None:  # what came may be of other parts
                     await trio.sleep(PART_PAUSE)
-                found = await _read(pages, replace(wanted, token=page.token), request, since=arrived)
+                found = await _read(pages, replace(wanted, token=page.token), request, since)
                 if found.named != page.named:  # the address of the request counts
                     found = replace(found, named=page.named)
                 page = found

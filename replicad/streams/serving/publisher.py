@@ -102,12 +102,14 @@ class Publisher:
 
     async def _find_served(self, name: str) -> ServedStream | None:
         """The stream; None if no stream of that name is registered. Raises StreamRefused: it cannot be served."""
-        with trio.move_on_after(self._pace.first_reading):
-            while (stream := self._streams.get(name)) is not None and not stream.is_served:
-                if stream.obstacle is not None:
-                    break
-                await stream.wait_settled()
         stream = self._streams.get(name)
+        if stream is not None and not stream.is_served:
+            with trio.move_on_after(self._pace.first_reading):
+                while (stream := self._streams.get(name)) is not None and not stream.is_served:
+                    if stream.obstacle is not None:
+                        break
+                    await stream.wait_settled()
+            stream = self._streams.get(name)
         if stream is not None:
             why = self._why_waiting(stream)
             if stream.is_served and why is None:

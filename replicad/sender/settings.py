@@ -292,8 +292,9 @@ class Delivery:
         matching(r"[!-~]{1,1024}", "a URI reference without blanks", "URI"),
     )
     event_type: str = setting(
-        "replicad.fact",
-        "The type of CloudEvents of facts. Those of updates have the type replicad.update.",
+        "",
+        "The type of CloudEvents of facts. Changes of a table have the operation behind it: TYPE.update. Those of "
+        "updates have the type replicad.update. Default: replicad.fact, and replicad.change for changes.",
         matching(r"[!-~]{1,255}", "a type without blanks, such as com.example.order", "TYPE"),
     )
     url: str = setting(

@@ -31,6 +31,7 @@ import httpcore
 import httpx
 import trio
 
+from replicad.client.changes import ChangeOp
 from replicad.sender import signing
 from replicad.sender.items import Transaction
 from replicad.sender.settings import (
@@ -268,14 +269,26 @@ class RequestBuilder:
     def _events(self, transaction: Transaction) -> list[str]:
         """CloudEvents 1.0, in the JSON form. The id of the only event is that of the transaction."""
         made = datetime.fromtimestamp(transaction.ts / 1000, UTC).isoformat(timespec="milliseconds")
-        kinds = [(self._settings.event_type, body) for body in transaction.pdus]
-        kinds += [(UPDATE_TYPE, body) for body in transaction.edus]
+        events = [self._fact_event(body, made) for body in transaction.pdus]
+        events += [(UPDATE_TYPE, f'"time":"{made}",', body) for body in transaction.edus]
         return [
-            f'{{"specversion":"1.0","id":"{transaction.id}{f"-{number}" if len(kinds) > 1 else ""}",'
-            f'"source":{json.dumps(self._settings.event_source)},"type":{json.dumps(kind)},"time":"{made}",'
-            f'"datacontenttype":"application/json",{self._extension(body)}"data":{body}}}'
-            for number, (kind, body) in enumerate(kinds)
+            f'{{"specversion":"1.0","id":"{transaction.id}{f"-{number}" if len(events) > 1 else ""}",'
+            f'"source":{json.dumps(self._settings.event_source)},"type":{json.dumps(kind)},{attributes}'
+            f'"datacontenttype":"application/json",{self._extension(data)}"data":{data}}}'
+            for number, (kind, attributes, data) in enumerate(events)
         ]
+
+    def _fact_event(self, body: str, made: str) -> tuple[str, str, str]:
+        """Type, further attributes and data of a fact: a row as it is, or a change of a table (docs/changes.md)."""
+        change = _members_of_change(body)
+        if change is None:
+            return self._settings.event_type or FACT_TYPE, f'"time":"{made}",', body
+        op = CHANGES[json.loads(change["op"])]
+        subject = f'"subject":{json.dumps(_key_text(change["key"]))},' if "key" in change else ""
+        data = {"op": json.dumps(op), "key": change.get("key"), "new": change.get("row"), "old": change.get("old")}
+        data |= {"schema": change["schema"], "xid": change["xid"]}
+        text = ",".join(f'"{name}":{value}' for name, value in data.items() if value is not None)
+        return f"{self._settings.event_type or CHANGE_TYPE}.{op}", f'{subject}"time":{change["at"]},', f"{{{text}}}"
 
     def _extension(self, body: str) -> str:
         """The attribute of the extension Distributed Tracing of CloudEvents."""
@@ -290,11 +303,50 @@ class RequestBuilder:
         if not self._settings.traceparent:
             return None
         fact = json.loads(body)
+        if isinstance(fact, dict) and self._settings.traceparent not in fact:
+            fact = fact.get("row") or fact.get("new")  # of a change
         value = fact.get(self._settings.traceparent) if isinstance(fact, dict) else None
         return value if isinstance(value, str) and TRACEPARENT.fullmatch(value) else None
 
 
+def _members_of_change(body: str) -> dict[str, str] | None:
+    """The members of a change of a table as they are written, so that numbers keep their digits. None: it is none."""
+    if not body.startswith("{"):
+        return None
+    found: dict[str, str] = {}
+    at = _after_blanks(body, 1)
+    while body[at] != "}":
+        name, at = _DECODER.raw_decode(body, at)
+        if name not in _OF_CHANGE:
+            return None
+        begin = _after_blanks(body, _after_blanks(body, at) + 1)  # behind the colon
+        _, at = _DECODER.raw_decode(body, begin)
+        found[name] = body[begin:at]
+        at = _after_blanks(body, at)
+        if body[at] == ",":
+            at = _after_blanks(body, at + 1)
+    whole = {"op", "schema", "xid", "at"} <= found.keys()
+    return found if whole and found["op"].strip('"') in CHANGES else None
+
+
+def _after_blanks(body: str, at: int) -> int:
+    while body[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _key_text(key: str) -> str:
+    """The key of a row as the subject of an event: the value, or JSON of several."""
+    value = json.loads(key)
+    return value if isinstance(value, str) else key
+
+
 UPDATE_TYPE = "replicad.update"  # the type of CloudEvents of updates
+FACT_TYPE = "replicad.fact"  # of rows, if no other is set
+CHANGE_TYPE = "replicad.change"  # of changes of a table, with a point and the operation behind it
+CHANGES = {op.value[0]: op.value for op in ChangeOp}
+_OF_CHANGE = frozenset({"op", "key", "row", "old", "schema", "xid", "at"})
+_DECODER = json.JSONDecoder()
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
 MAX_NAME = 1000  # bytes of a destination's name; it is part of the keys of tables
 MAX_ANSWER = 64 << 10  # bytes of an answer's body that are read, to keep the connection

@@ -121,6 +121,62 @@ async def test_a_batch_of_cloud_events_has_an_id_for_each(receiver: Receiver) ->
     assert len({event.get_id() for event in events}) == 3
 
 
+CHANGE = '{"op":"%s",%s"schema":1,"xid":776,"at":"2026-01-01T00:00:00.5+00:00"}'
+NUMBER = "12345678901234567890.10"
+ROW = f'{{"id": 7, "price": {NUMBER}}}'
+CHANGED = {  # what is between op and schema; the type; the data without op, schema and xid
+    "i": (f'"key":7,"row":{ROW},', "insert", {"key": 7, "new": ROW}),
+    "u": (f'"key":7,"row":{ROW},"old":{{"id":7}},', "update", {"key": 7, "new": ROW, "old": {"id": 7}}),
+    "d": ('"key":["a",7], "old": null ,', "delete", {"key": ["a", 7], "old": None}),
+    "r": (f'"key":"k","row":{ROW},', "read", {"key": "k", "new": ROW}),
+    "t": ("", "truncate", {}),
+    "s": (
+        '"row":{"table":"t","key":["id"],"columns":[]},',
+        "schema",
+        {"new": '{"table":"t","key":["id"],"columns":[]}'},
+    ),
+}
+
+
+@pytest.mark.parametrize("op", CHANGED)
+@pytest.mark.parametrize("prefix", ["", "com.example.order"])
+async def test_a_change_of_a_table_is_an_event_of_its_operation(receiver: Receiver, op: str, prefix: str) -> None:
+    members, name, expected = CHANGED[op]
+    request = await received(receiver, made(CHANGE % (op, members)), form="cloudevents", event_type=prefix)
+    event = read_event(request.body)
+    assert event.get_type() == f"{prefix or 'replicad.change'}.{name}"
+    key = expected.get("key")
+    assert event.get_subject() == (
+        None if key is None else key if isinstance(key, str) else json.dumps(key).replace(", ", ",")
+    )
+    time = event.get_time()
+    assert time is not None
+    assert time.isoformat() == "2026-01-01T00:00:00.500000+00:00", "of the change, and not of the request"
+    data: Any = event.get_data()
+    read = {
+        place: json.loads(value) if isinstance(value, str) and value[:1] == "{" else value
+        for place, value in expected.items()
+    }
+    assert data == {"op": name, **read, "schema": 1, "xid": 776}
+    if NUMBER in members:
+        assert NUMBER.encode() in request.body, "numbers keep their digits"
+
+
+@pytest.mark.parametrize(
+    "row", ["{}", "{ }", "[]", "7", '{"op":"i"}', CHANGE % ("x", ""), CHANGE % ("u", '"price":7,'), '"{"', '{"a":{}}']
+)
+async def test_a_row_that_is_no_change_is_sent_as_it_is(receiver: Receiver, row: str) -> None:
+    request = await received(receiver, made(row), form="cloudevents")
+    event = read_event(request.body)
+    assert (event.get_type(), event.get_data()) == ("replicad.fact", json.loads(row))
+
+
+async def test_the_trace_of_a_changed_row_is_that_of_its_event(receiver: Receiver) -> None:
+    change = CHANGE % ("u", f'"key":7,"row":{{"trace":"{TRACE}"}},')
+    request = await received(receiver, made(change), form="cloudevents", traceparent="trace")
+    assert request.headers["traceparent"] == json.loads(request.body)["traceparent"] == TRACE
+
+
 async def test_facts_that_belong_together_are_a_batch_in_the_form_for_one_event(receiver: Receiver) -> None:
     request = await received(receiver, made(*FACTS), form="cloudevents")
     assert request.headers["content-type"] == "application/cloudevents-batch+json"

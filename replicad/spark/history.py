@@ -11,11 +11,9 @@ with one downstream, the sink refuses the batches of one. In memory is the key o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, date, datetime
-from decimal import Decimal
+from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
 
@@ -27,6 +25,7 @@ from replicad.errors import DownstreamError, UsageError
 from replicad.eventlog import get_logger
 from replicad.masking import mask_secrets
 from replicad.protocol.tokens import Vector
+from replicad.spark.changes import as_json, parse_change, typed_value
 from replicad.spark.columns import ColumnForms, ColumnType
 from replicad.spark.database import patiently
 from replicad.spark.enrich import EnrichedRows
@@ -52,10 +51,6 @@ _OTHERS = (("_shard", pa.int32()), ("_seq", pa.int64()))  # what every table of 
 _NAMES = frozenset(name for name, _ in (*_OURS, *_OTHERS))
 
 Version = dict[str, Any]  # a row of the history: the value of each column but those of _OTHERS
-
-
-class _ExactNumber(str):
-    """A number of JSON as it was written: a float would round a numeric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +189,7 @@ class TableHistory:
         """
         held: list[_Recorded] = []
         for token, line in lines:
-            found = json.loads(line, parse_float=_ExactNumber, parse_int=_ExactNumber)
-            if not isinstance(found, dict) or not {"op", "schema", "at"} <= found.keys():
-                raise UsageError(
-                    f"stream {self._stream} has no changes of a table: it was added without --changes "
-                    "(replicad streams add NAME --table TABLE --changes)"
-                )
+            found = parse_change(line, self._stream)
             if found["op"] == "s":
                 self._write(held, epoch)
                 held = []
@@ -208,7 +198,7 @@ class TableHistory:
             if token <= self.done:
                 continue
             at = datetime.fromisoformat(found["at"]).astimezone(UTC)
-            change = _Recorded(found["op"], _as_json(found.get("key")), found.get("row"), at, token)
+            change = _Recorded(found["op"], as_json(found.get("key")), found.get("row"), at, token)
             if change.op == "t":
                 self._write(held, epoch)
                 held = []
@@ -298,8 +288,9 @@ class TableHistory:
                 continue
             if name in row:
                 try:
-                    values[name] = _value(row[name], field.type, self.shape.types.get(name, ""))
-                except (ValueError, ArithmeticError, OverflowError) as error:
+                    is_json = self.shape.types.get(name) in ("json", "jsonb")
+                    values[name] = typed_value(row[name], field.type, is_json=is_json)
+                except (ValueError, ArithmeticError, TypeError) as error:
                     raise DownstreamError(
                         f"stream {self._stream}, change {change.token}: column {name} is {row[name]!r}, which "
                         f"{self._where} cannot hold as {field.type}; keep this history in Postgres, or leave the "
@@ -452,40 +443,3 @@ def _digest(values: Version) -> int:
     """A number by which equal rows are found. A column that is NULL counts as one that is not there."""
     text = repr(sorted((name, value) for name, value in values.items() if value is not None))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-def _as_json(value: Any) -> str:
-    """The text of a value of JSON, with numbers as they were written."""
-    if isinstance(value, _ExactNumber):
-        return str(value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_as_json, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_as_json(name)}: {_as_json(one)}' for name, one in value.items())}}}"
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _value(value: Any, kind: pa.DataType, type: str) -> Any:  # noqa: PLR0911 - one for each kind
-    """A value of a change for a column of the history. Raises ValueError or ArithmeticError: it cannot have it."""
-    if value is None:
-        return None
-    if pa.types.is_string(kind):
-        is_text = isinstance(value, str) and type not in ("json", "jsonb")
-        return str(value) if is_text or isinstance(value, _ExactNumber) else _as_json(value)
-    if pa.types.is_boolean(kind):
-        return bool(value)
-    if pa.types.is_integer(kind):
-        return int(value)
-    if pa.types.is_floating(kind):
-        return float(value)
-    if pa.types.is_binary(kind):
-        return bytes.fromhex(value.removeprefix("\\x"))
-    if pa.types.is_date(kind):
-        return date.fromisoformat(value)
-    if pa.types.is_decimal(kind):
-        number = Decimal(value)
-        if not number.is_finite():
-            raise ValueError(value)
-        return number
-    at = datetime.fromisoformat(value)
-    return at if kind.tz is None else at.astimezone(UTC)

@@ -133,6 +133,13 @@ class SourceOptions:
     )
     tube: str | None = _option("tube", WORD, None, Use.TUBE, "tube to read")
     stream: str | None = _option("stream", WORD, None, Use.STREAM, "stream to read")
+    changes: bool = _option(
+        "changes",
+        FLAG,
+        False,
+        Use.STREAM,
+        "the stream is of changes: their columns have the types of the table's columns",
+    )
     starting_offsets: str = _option(
         "startingOffsets",
         _OFFSETS,
@@ -169,7 +176,7 @@ class SourceOptions:
         WHOLE,
         100_000,
         Use.STREAM_STREAM,
-        "largest move of the token in a micro-batch",
+        "largest move of the token in a micro-batch, from its first row on",
         1,
     )
     poll_timeout: float = _option(

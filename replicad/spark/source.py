@@ -18,6 +18,10 @@ from replicad.tubes.keys import TEXT
 POD_COLUMNS = "seq bigint, op string, shard int, ids array<bigint>, ts timestamp"
 POD_COLUMNS_PAYLOAD = "seq bigint, op string, shard int, ids array<bigint>, payload string, ts timestamp"
 STREAM_COLUMNS = "stream string, instance string, token bigint, row string"
+CHANGE_COLUMNS = (
+    "token bigint, op string, key struct<...>, row struct<...>, old struct<...>, unchanged array<string>, xid bigint, "
+    "at timestamp"
+)
 
 
 _NO_TABLE = (
@@ -41,8 +45,12 @@ class ReplicadDataSource(DataSource):  # type: ignore[misc]
         """The name for `format(...)`."""
         return "replicad"
 
-    def schema(self) -> str:
-        """The columns of the rows as DDL."""
+    def schema(self) -> str | StructType:
+        """The columns of the rows, as DDL where they do not depend on the stream."""
+        if self._parsed.changes:
+            from replicad.spark.streams import changed_columns  # noqa: PLC0415
+
+            return changed_columns(self._parsed)
         if self._parsed.stream is not None:
             return STREAM_COLUMNS
         columns = POD_COLUMNS_PAYLOAD if self._parsed.include_payload else POD_COLUMNS
@@ -61,7 +69,7 @@ class ReplicadDataSource(DataSource):  # type: ignore[misc]
             return TubeStreamReader(options)
         from replicad.spark.streams import StreamStreamReader  # noqa: PLC0415
 
-        return StreamStreamReader(options)
+        return StreamStreamReader(options, schema)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """The reader of a batch read, which removes nothing."""
@@ -72,10 +80,11 @@ class ReplicadDataSource(DataSource):  # type: ignore[misc]
             return TubeBatchReader(options)
         from replicad.spark.streams import StreamBatchReader  # noqa: PLC0415
 
-        return StreamBatchReader(options)
+        return StreamBatchReader(options, schema)
 
     def _options(self, schema: StructType, *, streaming: bool) -> SourceOptions:
-        columns = [part.split()[0] for part in self.schema().split(", ")]
+        known = CHANGE_COLUMNS if self._parsed.changes else str(self.schema())
+        columns = [part.split()[0] for part in known.split(", ")]
         if schema.fieldNames() != columns:
-            raise UsageError(f"the source has the columns {self.schema()}; leave .schema(...) out and select from them")
+            raise UsageError(f"the source has the columns {known}; leave .schema(...) out and select from them")
         return parse_options(self._given, streaming=streaming)

@@ -16,16 +16,20 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
 
 from replicad.client.blocking_client import BlockingFollower
 from replicad.client.events import PositionMoved, Reset, RowBatch
-from replicad.errors import BadToken, ConnectionLost, DataLoss, TokenAhead, TokenExpired
+from replicad.errors import BadToken, ConnectionLost, DataLoss, TokenAhead, TokenExpired, UsageError
 from replicad.protocol.tokens import Vector
+from replicad.spark.changes import KEY, NO_CHANGES, OLD, ROW, ChangedRows, described_columns
 from replicad.spark.offsets import StreamOffset
 from replicad.spark.options import EARLIEST, LATEST, SourceOptions, endpoint_of, patience_of
 
 _FIRST = "EARLIEST"  # the wire's word for the first row that is retained
+_JSON = "replicad_json"  # in the metadata of a column in Spark: its type is json or jsonb
 ROWS_PER_BATCH = 10_000  # rows in one RecordBatch
 SCHEMA = pa.schema([("stream", pa.string()), ("instance", pa.string()), ("token", pa.int64()), ("row", pa.string())])
 
@@ -41,6 +45,7 @@ class StreamPartition(InputPartition):  # type: ignore[misc]
     options: SourceOptions
     after: Vector
     upto: Vector
+    columns: ChangedRows | None = None  # of changes
 
     def __repr__(self) -> str:
         return f"StreamPartition({self.options.what}, ({self.after}, {self.upto}])"
@@ -49,8 +54,9 @@ class StreamPartition(InputPartition):  # type: ignore[misc]
 class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
     """Reads a stream for one streaming query. Any number of queries may read one stream."""
 
-    def __init__(self, options: SourceOptions) -> None:
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
+        self._columns = _columns_of(options, schema)
         self._available_now = False
         self._target: Vector | None = None
 
@@ -83,7 +89,9 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         end = max(begin.minimum, latest.minimum)
         if not isinstance(limit, ReadAllAvailable):
             most = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
-            end = min(end, begin.minimum + most)
+            if end - begin.minimum > most:  # a gap in the ids is no row: a stream of changes has gaps of millions
+                first, _ = _first_row(self._options, begin, end)
+                end = min(end, (end if first is None else first - 1) + most)
         return StreamOffset(Vector(end, epoch=latest.epoch)).to_json()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
@@ -97,7 +105,7 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
                 upto = _continued(self._options, upto)
         if after.minimum >= upto.minimum:
             return []
-        return [StreamPartition(self._options, after, upto)]
+        return [StreamPartition(self._options, after, upto, self._columns)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the rows of its stretch."""
@@ -108,13 +116,14 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
 class StreamBatchReader(DataSourceReader):  # type: ignore[misc]
     """Reads what a stream retains now."""
 
-    def __init__(self, options: SourceOptions) -> None:
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
+        self._columns = _columns_of(options, schema)
 
     def partitions(self) -> list[InputPartition]:
         """One task, from startingOffsets to where the stream ends now."""
         latest = position(self._options, None, 0.0)
-        return [StreamPartition(self._options, _beginning(self._options), latest)]
+        return [StreamPartition(self._options, _beginning(self._options), latest, self._columns)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the rows of its stretch."""
@@ -168,6 +177,67 @@ def _ask(options: SourceOptions, token: str) -> tuple[Vector, int | None]:
             elif isinstance(event, PositionMoved):
                 return _reached(options, events), fork
     raise ConnectionLost(f"{options.what} did not say where it begins")
+
+
+def _first_row(options: SourceOptions, after: Vector, upto: int) -> tuple[int | None, RowBatch | None]:
+    """The token of the first row after a token and up to another one, and that row. None: there is none."""
+    with _follow(options, str(after) if after.minimum >= 0 else _FIRST) as events:
+        for event in events:
+            if isinstance(event, RowBatch) and event.token <= upto:
+                return event.token, event
+            if not isinstance(event, Reset) and event.token >= upto:
+                return None, None
+            if isinstance(event, Reset):  # whoever reads the rows meets it too
+                return after.minimum + 1, None
+    raise ConnectionLost(f"{options.what} did not say where its rows are")
+
+
+def _columns_of(options: SourceOptions, schema: StructType) -> ChangedRows | None:
+    if not options.changes:
+        return None
+    row = schema[ROW].dataType
+    json = {field.name for field in row.fields if field.metadata.get(_JSON)} if isinstance(row, StructType) else ()
+    return ChangedRows(str(options.stream), to_arrow_schema(schema, timezone="UTC"), frozenset(json)).check()
+
+
+def changed_columns(options: SourceOptions) -> StructType:
+    """The columns of a stream of changes, with the types of the table as it was at the last change.
+
+    The last description is found by looking for the last change: backwards in steps that grow, then in between. Each
+    change that a reader gets first comes with its description.
+
+    Raises:
+        UsageError: the stream has no changes.
+    """
+    top = position(options, None, 0.0)
+    low, high, found = -1, top.minimum, None
+    step = 1
+    while found is None:
+        low = max(top.minimum - step, -1)
+        try:
+            _, found = _first_row(options, Vector(low, epoch=top.epoch), high)
+        except TokenExpired:
+            _, found = _first_row(options, Vector(-1), high)
+            low = -1
+        if found is None and low < 0:
+            raise UsageError(
+                f"{options.what} has no row that describes its columns: give them yourself (.schema(...)), or run: "
+                f"replicad streams snapshot {options.stream}"
+            )
+        step *= 64
+    while found.token < high:
+        middle = (found.token + high) // 2
+        _, later = _first_row(options, Vector(middle, epoch=top.epoch), high)
+        found, high = (later, high) if later is not None else (found, middle)
+    description = described_columns(found.rows, str(options.stream))
+    if description is None:
+        raise UsageError(f"{options.what} {NO_CHANGES}")
+    columns = ChangedRows.described(str(options.stream), description)
+    made: StructType = from_arrow_schema(columns.schema, prefer_timestamp_ntz=True)
+    for place in (KEY, ROW, OLD):
+        for field in made[place].dataType.fields:
+            field.metadata = {_JSON: True} if field.name in columns.json else {}
+    return made
 
 
 def _forked(options: SourceOptions, fork: int | None) -> str:
@@ -227,10 +297,10 @@ def read_stretch(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
         held.append(batch)
         size += len(batch.rows)
         if size >= ROWS_PER_BATCH:
-            yield _record_batch(held)
+            yield _record_batch(held, partition.columns)
             held, size = [], 0
     if held:
-        yield _record_batch(held)
+        yield _record_batch(held, partition.columns)
 
 
 def _rows(options: SourceOptions, after: Vector, upto: Vector) -> Iterator[RowBatch]:
@@ -276,7 +346,9 @@ def _up_to(options: SourceOptions, events: Iterable[_Told], upto: int) -> Iterat
             return
 
 
-def _record_batch(held: list[RowBatch]) -> pa.RecordBatch:
+def _record_batch(held: list[RowBatch], columns: ChangedRows | None) -> pa.RecordBatch:
+    if columns is not None:
+        return columns.batch((batch.token, row) for batch in held for row in batch.rows)
     stream = held[0].stream
     instances = [batch.instance for batch in held for _ in batch.rows]
     tokens = [batch.token for batch in held for _ in batch.rows]

@@ -26,6 +26,7 @@ FAST = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    "spark.python.authenticate.socketTimeout": "120s",  # default: 15 s, too short on a busy machine
 }
 
 

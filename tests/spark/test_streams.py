@@ -75,6 +75,19 @@ def test_a_position_that_moves_without_rows_ends_a_batch(daemon: FakeDaemon) -> 
     assert query.trigger() == []
 
 
+def test_a_gap_in_the_tokens_that_is_larger_than_a_batch_takes_one_batch(daemon: FakeDaemon) -> None:
+    """A stream of changes has gaps of millions, where a partition of its table ends."""
+    rows = fill(daemon, 2)
+    far = [("one", 10**9, '"far"'), ("one", 10**9 + 1, '"farther"')]
+    daemon.streams["events"] += [(token, instance, row) for instance, token, row in far]
+    daemon.tops["events"] = 3 * 10**9
+    query = Query(options(daemon, maxOffsetsPerTrigger="100"))
+    assert query.trigger() == rows
+    assert query.trigger() == far
+    assert query.trigger() == []
+    assert query.offsets[-1]["t"].endswith(str(3 * 10**9))
+
+
 def test_a_trigger_waits_for_a_row_and_no_longer_than_it_may(daemon: FakeDaemon) -> None:
     fill(daemon, 1)
     query = Query(options(daemon, startingOffsets="latest", pollTimeout="300s"))

@@ -14,6 +14,7 @@ type.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class ColumnType:
     is_list: bool = False
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)  # the same few for each batch
     def parse(cls, text: str) -> ColumnType:
         """From the text of format_type()."""
         plain = text.removesuffix("[]")

@@ -440,6 +440,7 @@ class _Comparison:
         self._predicates: list[tuple[str, str]] | None = None
         self._suspects: dict[Any, tuple[str, ...]] = {}  # the columns that differ, by id; empty: missing or extra
         self._row_bytes = 1
+        self._piece = 4  # rows that are transformed together; more when the size of the result is known
         if transform is not None and len(shards) != 1:
             raise UsageError(
                 f"the rows of {self._table} are in several shards, and a transform may use `_shard`, so they cannot be "
@@ -568,21 +569,23 @@ class _Comparison:
         condition = "true" if after is None else f"{self._order} > {self._literal(after)}"
         sql = self._form.select(self._table, f"{condition} ORDER BY {self._order} LIMIT {PAGE}")
         rows, whole = _first(self._url, sql, PIECE)
-        return self._page(rows, more=not whole or rows.num_rows >= PAGE)
+        return self._page(rows, more=not whole or rows.num_rows >= PAGE, cut=True)
 
     def _source_of(self, ids: pa.Array, *, digests: bool = False) -> _Page:
         """The rows with these ids, in the order of their ids."""
         rows = _ask(self._url, self._form.select(self._table, self._form.found.replace("$1", listed(ids))))
         return self._page(rows, more=False, digests=digests)
 
-    def _page(self, rows: pa.Table, *, more: bool, digests: bool = False) -> _Page:
-        """Rows as they were read from the source, as the downstream should have them."""
+    def _page(self, rows: pa.Table, *, more: bool, cut: bool = False, digests: bool = False) -> _Page:
+        """Rows as they were read from the source, as the downstream should have them.
+
+        `cut`: the page may end earlier, if a transform makes rows long.
+        """
         shape, enricher = self._work.shape, self._work.enricher
         fields = list(enricher.layout.schema)
         fields += [pa.field(UNHELD, pa.string())] if UNHELD in rows.column_names else []
         rows = ordered(conform(rows, pa.schema(fields)), self._id)
-        if rows.num_rows:
-            self._row_bytes = max(self._row_bytes, rows.nbytes // rows.num_rows)
+        self._measure(rows)
         ids = rows.column(self._id).combine_chunks()
         noted = {row[self._id]: _digest(row) for row in rows.to_pylist()} if digests else {}
         unheld = pa.array([], shape.ids)
@@ -591,11 +594,38 @@ class _Comparison:
             unheld = rows.filter(pc.invert(carried)).column(self._id).combine_chunks()
             rows = rows.filter(carried).drop_columns([UNHELD])
         if self._transform is not None:
-            for name, number in (("_shard", self.shards[0]), ("_seq", 0)):
-                rows = rows.append_column(name, pa.repeat(pa.scalar(number, KEYS.field(name).type), rows.num_rows))
-            rows = ordered(self._transform.rows(shape, rows), self._id)
+            rows, last = self._transformed(rows, cut=cut)
+            if last is not None:
+                ids, unheld = (one.filter(pc.less_equal(one, pa.scalar(last, shape.ids))) for one in (ids, unheld))
+                more = True
         rows = self._work.sink.as_stored(shape, rows.select([self._id, *self._compared]))
         return _Page(rows, unheld, ids, more, noted)
+
+    def _measure(self, rows: pa.Table) -> None:
+        if rows.num_rows:
+            self._row_bytes = max(self._row_bytes, rows.nbytes // rows.num_rows)
+
+    def _transformed(self, rows: pa.Table, *, cut: bool) -> tuple[pa.Table, Any]:
+        """The rows after the transform, in pieces whose results are bounded.
+
+        With `cut` it ends when it has about `PIECE` bytes, and returns the last id before; None: all rows were taken.
+        """
+        assert self._transform is not None
+        shape = self._work.shape
+        for name, number in (("_shard", self.shards[0]), ("_seq", 0)):
+            rows = rows.append_column(name, pa.repeat(pa.scalar(number, KEYS.field(name).type), rows.num_rows))
+        made, size, at = [shape.schema.empty_table()], 0, 0
+        while at < rows.num_rows:
+            piece = rows.slice(at, self._piece)
+            found = self._transform.rows(shape, piece)
+            self._measure(found)
+            made.append(found)
+            size += found.nbytes
+            at += piece.num_rows
+            self._piece = max(1, min(4 * piece.num_rows, PIECE // 4 * piece.num_rows // max(1, found.nbytes)))
+            if cut and size > PIECE and at < rows.num_rows:
+                return ordered(pa.concat_tables(made), self._id), piece.column(self._id)[-1].as_py()
+        return ordered(pa.concat_tables(made), self._id), None
 
     def _downstream(self, *, after: Any = None, limit: int | None = None, ids: pa.Array | None = None) -> pa.Table:
         """Rows of the downstream, in the order of their ids."""

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.errors import UsageError
+from replicad.errors import DownstreamError, UsageError
 from replicad.postgres.bridge import Database
 from replicad.spark.lake import Lake
+from replicad.spark.local import writing
 from replicad.spark.local.config import LocalConfig
 from replicad.spark.local.engine import run_local
 from replicad.spark.local.file import load_local
+from replicad.spark.local.groups import PostgresTables
 from replicad.spark.local.tables import attach_new
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks import parquet
@@ -137,6 +139,61 @@ async def test_all_tables_of_a_database_come_with_their_keys_and_types(shop: Sho
 async def eventually_backfilled(shop: Shop) -> None:
     async with running(shop.config):
         await eventually(shop.is_equal)
+
+
+@pytest.mark.parametrize("found_by", ["the next batch", "the flush"])
+async def test_batches_that_a_crash_of_the_downstream_takes_away_are_written_again(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, found_by: str
+) -> None:
+    """They are visible before they are on the disk, and acked only then."""
+    may_flush, calls = threading.Event(), []
+    flush = PostgresTables.flush
+
+    def waits(self: PostgresTables, query: str) -> None:
+        calls.append(query)
+        may_flush.wait(PATIENCE)
+        flush(self, query)
+
+    if found_by == "the next batch":
+        monkeypatch.setattr(writing, "FLUSH_EVERY", 1000.0)
+        monkeypatch.setattr(writing, "FLUSH_IDLE", 1000.0)
+    await eventually_backfilled(shop)
+    assert psql(shop.source, "SELECT count(*) FROM tube.shop") == "0"
+    monkeypatch.setattr(PostgresTables, "flush", waits)
+    async with running(shop.config):
+        psql(shop.source, "UPDATE customer SET name = 'later' WHERE id < 10; DELETE FROM film_actor WHERE actor = 3")
+        await eventually(shop.is_equal)
+        if found_by == "the flush":
+            await eventually(lambda: bool(calls))
+        assert psql(shop.source, "SELECT count(*) > 0 FROM tube.shop") == "t"
+        psql(
+            shop.target,
+            "UPDATE customer SET name = 'before' WHERE id < 10;"
+            "UPDATE replicad_pipeline.replicad_batches SET batch = batch - 1;"
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()",
+        )
+        if found_by == "the next batch":
+            psql(shop.source, "UPDATE customer SET name = 'last' WHERE id = 300")
+        may_flush.set()
+        await eventually(shop.is_equal)
+        if found_by == "the flush":
+            await eventually(lambda: psql(shop.source, "SELECT count(*) FROM tube.shop") == "0")
+    assert psql(shop.source, "SELECT count(*) FROM tube.shop") == "0"
+    assert shop.is_equal()
+
+
+async def test_a_column_downstream_that_gets_a_narrower_type_ends_the_run(shop: Shop) -> None:
+    """The types of the columns are not looked up for each batch; a change of them is seen all the same."""
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(DownstreamError, match="cannot hold the rows unchanged"), flatten_subgroups=True
+    ):
+        async with running(replace(shop.config, tries=1)):
+            await eventually(shop.is_equal)
+            psql(shop.target, "ALTER TABLE customer ALTER COLUMN paid TYPE numeric(8, 1)")
+            psql(shop.source, "UPDATE customer SET paid = 1.25 WHERE id = 5")
+            await trio.sleep_forever()
+    assert psql(shop.target, "SELECT paid FROM customer WHERE id = 5") == "1.3"
 
 
 async def test_a_downstream_that_was_put_back_is_noticed(shop: Shop) -> None:

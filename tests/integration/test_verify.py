@@ -360,6 +360,31 @@ async def test_rows_are_compared_after_the_transform(cities: LocalConfig) -> Non
         assert one.different == {11: ("name",), 12: ("name",)}
 
 
+async def test_the_result_of_a_transform_is_bounded(cities: LocalConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that become long are transformed and compared in smaller pages, and none is left out."""
+    monkeypatch.setattr(comparing, "PIECE", 400_000)
+    await carry_all(cities)
+    sizes, pages = [], []
+
+    def rows(shape: Shape, page: pa.Table) -> pa.Table:
+        made = page.set_column(1, "name", pc.binary_repeat(page.column("name"), 10_000))
+        sizes.append(made.nbytes)
+        return made
+
+    def watched(self: Any, page: Any, *given: Any, **named: Any) -> Any:
+        pages.append(page.rows.nbytes)
+        return compare(self, page, *given, **named)
+
+    compare = comparing._Comparison._compare_page
+    monkeypatch.setattr(comparing._Comparison, "_compare_page", watched)
+    transform = Transform(lambda enricher: Shape(enricher.schema, enricher.layout.id), rows)
+    reports = verify(replace(cities, downstreams={"own": cities.downstreams["own"]}), transform=transform)
+    assert [(one.rows, len(one.different), one.missing, one.extra) for one in reports] == 2 * [(30, 30, [], [])]
+    assert max(sizes) < 400_000
+    assert max(pages) < 3 * 400_000
+    assert len(pages) >= 10
+
+
 async def test_pages_end_at_a_bound_in_bytes(cities: LocalConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "PIECE", 3 << 20)
     cities = replace(cities, downstreams={name: cities.downstreams[name] for name in ("copy", "changes")})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from datetime import UTC, datetime
 
 import pyarrow as pa
+import pytest
 
 from replicad.protocol.tokens import Cursor
+from replicad.spark import touches
 from replicad.spark.local.touchlog import BATCH_IDS, TouchChunk, TouchLog
+from replicad.spark.touches import deduplicate, touch_schema
 from replicad.tubes.columns import schema
 
 
@@ -61,3 +65,35 @@ def test_a_downstream_never_goes_back() -> None:
 def test_a_batch_is_bounded_and_has_one_chunk_at_least() -> None:
     log = log_of(1, 2, ids=BATCH_IDS)
     assert numbers(log.take("a", 0)) == [1]
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_touches_are_merged_alike_whatever_their_number_and_order(text: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(7)
+    for count in (0, 1, 5, 40):
+        rows = [(chance.choice((1, 2)), chance.randrange(30), seq) for seq in range(count)]
+        made = [{"shard": shard, "id": f"ü{id_}" if text else id_, "seq": seq} for shard, id_, seq in rows]
+        table = pa.Table.from_pylist(made, touch_schema(pa.string() if text else pa.int64()))
+        newest = {(row["shard"], row["id"]): row["seq"] for row in made}
+        expected = [{"shard": shard, "id": id_, "seq": newest[shard, id_]} for shard, id_ in sorted(newest)]
+        for few in (1, 1000):
+            monkeypatch.setattr(touches, "_FEW", few)
+            found = deduplicate(table)
+            assert (found.to_pylist(), found.schema) == (expected, table.schema)
+            assert deduplicate(found).equals(found)
+
+
+def test_what_a_downstream_wrote_and_may_lose_is_not_taken_twice_and_not_finished() -> None:
+    log = log_of(1, 2, 3)
+    log.wrote("a", 2)
+    assert numbers(log.take("a", 0)) == [3]
+    assert numbers(log.lacking("a")) == [1, 2, 3]
+    assert log.behind("a") == 6
+    log.done("b", 3)
+    assert log.take_finished() is None
+    log.done("a", 2)
+    finished = log.take_finished()
+    assert finished is not None
+    assert finished.number == 2
+    log.done("a", 3)  # the main thread has put the rest into the backlog
+    assert log.take("a", 0) == []

@@ -1,6 +1,13 @@
 """Many tables downstream, written together: in one transaction of Postgres, or one table after the other elsewhere.
 
-The tables are those of the sinks (replicad/spark/sinks), of which a pipeline of Spark has one. In Postgres the order
+The tables are those of the sinks (replicad/spark/sinks), of which a pipeline of Spark has one.
+
+A transaction of Postgres is committed with `synchronous_commit = off`: its rows are visible at once, and no batch waits
+for the disk of the one before. `flush` waits for the disk, for many batches at once, and only then they may be acked. A
+server that crashes before loses the last of them, never one in the middle. The number of the last batch says so
+(CommitsLost), and they are written again.
+
+In Postgres the order
 follows the foreign keys of the tables downstream: rows are deleted in children first, and written in parents first;
 deferrable constraints are deferred. That suffices nearly always.
 
@@ -18,7 +25,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -43,6 +50,8 @@ from replicad.spark.sinks.postgres import (
     key_text,
 )
 from replicad.sqlstates import CONSTRAINT_OF_OTHERS, LOCKED, means
+
+T = TypeVar("T")
 
 log = get_logger("replicad.spark")
 
@@ -95,6 +104,15 @@ class TableGroup(ABC):
         """Ids that wait for a row of one of these tables, by table."""
         del query, touched
         return {}
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether the downstream has what was written even after a crash."""
+        return True
+
+    def flush(self, query: str) -> None:
+        """Wait for that. Raises CommitsLost: it has lost batches since the last flush."""
+        del query
 
 
 class SeparateTables(TableGroup):
@@ -183,7 +201,21 @@ ON CONFLICT (query, tbl, key) DO UPDATE SET waits_for = excluded.waits_for"""
 _COME = """
 SELECT tbl, array_agg(key) FROM {schema}.replicad_waiting WHERE query = $1 AND waits_for = ANY ($2::text[])
 GROUP BY tbl"""
+_CLAIM = f"""
+WITH claimed AS ({CLAIM.format(batches=f"{SCHEMA}.replicad_batches")}), columns AS (
+  SELECT a.attrelid,
+    md5(string_agg(concat_ws(' ', a.attnum, a.attname, a.atttypid, a.atttypmod), ',' ORDER BY a.attnum))
+  FROM pg_catalog.pg_attribute a WHERE a.attrelid = ANY ($7::bigint[]::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
+  GROUP BY a.attrelid)
+SELECT EXISTS (SELECT FROM claimed), (SELECT array_agg(attrelid || ':' || md5) FROM columns)"""
+_FLUSH = (
+    f"UPDATE {SCHEMA}.replicad_batches SET at = now() WHERE query = $1 AND target = $2 AND task = 0 RETURNING batch"
+)
 _DONE = "DELETE FROM {schema}.replicad_waiting WHERE query = $1 AND tbl = $2 AND key = ANY ($3::text[])"
+
+
+class CommitsLost(DownstreamUnavailable):
+    """A downstream that crashed has lost batches that it had, and that were not flushed."""
 
 
 class _InTheWay(Exception):
@@ -227,6 +259,10 @@ class PostgresTables(TableGroup):
     _session: Any = None  # whose settings were made
     _stages: set[str] = field(default_factory=set)  # the temporary tables of the session
     _waits: bool | None = None  # whether rows may wait; None: not known
+    _loose: int | None = None  # the number of the last batch that is not flushed
+    _level: str = "on"  # what a commit waits for when it is flushed
+    _oids: dict[str, int] = field(default_factory=dict)  # of the tables, by their names in the source
+    _types: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)  # of their columns, with a digest
 
     def __repr__(self) -> str:  # the url may hold a password
         return "PostgresTables()"
@@ -302,21 +338,68 @@ class PostgresTables(TableGroup):
     def _attempt(self, batch: BatchId, tables: Sequence[TableChanges], *, care: bool, last: bool) -> Applied:
         def work(driver: Any) -> Applied:
             with driver.cursor() as cursor:
-                if self._session is not driver:
-                    cursor.execute(f"SET lock_timeout = '{LOCKED_WAIT}s'")
-                    cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_LOADING}s'")
-                    driver.commit()
-                    self._session, self._stages = driver, set()
+                self._enter(driver, cursor, batch.query)
                 applied = self._apply(cursor, batch, tables, care=care, last=last)
             driver.commit()
             return applied
 
+        applied = self._in_session(work)
+        self._loose = batch.number
+        return applied
+
+    def _in_session(self, work: Callable[[Any], T]) -> T:
         try:
             return patiently(self.url, work, transactional=True, patience=self.patience)
         except BaseException:
             self._session = None  # its connection is closed
             forget(self.url, transactional=True)
             raise
+
+    def _enter(self, driver: Any, cursor: Any, query: str) -> None:
+        """Make the settings of a new session, and see whether the server has lost batches.
+
+        Raises:
+            CommitsLost: it has; only once.
+        """
+        if self._session is driver:
+            return
+        [(level,)] = ask(cursor, "SELECT current_setting('synchronous_commit')")
+        self._level = "local" if level == "off" else level
+        cursor.execute(f"SET lock_timeout = '{LOCKED_WAIT}s'")
+        cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_LOADING}s'")
+        cursor.execute("SET synchronous_commit = off")
+        driver.commit()
+        self._session, self._stages = driver, set()
+        if self._loose is not None:
+            self._check_kept(ask(cursor, LAST.format(batches=f"{SCHEMA}.replicad_batches"), query, _WHO, 0))
+
+    def _check_kept(self, last: list[tuple[Any, ...]]) -> None:
+        loose = self._loose
+        if loose is None or (last and last[0][0] >= loose):
+            return
+        self._loose = None
+        has = last[0][0] if last else "none"
+        raise CommitsLost(f"the downstream had batch {loose} and has {has}: it crashed, so the last ones are repeated")
+
+    @property
+    def is_flushed(self) -> bool:
+        """See TableGroup."""
+        return self._loose is None
+
+    def flush(self, query: str) -> None:
+        """See TableGroup. A commit that waits for the disk, or for standbys, waits for all commits before it too."""
+        if self._loose is None:
+            return
+
+        def work(driver: Any) -> None:
+            with driver.cursor() as cursor:
+                self._enter(driver, cursor, query)
+                cursor.execute(f"SET LOCAL synchronous_commit = {self._level}")
+                self._check_kept(ask(cursor, _FLUSH, query, _WHO))
+            driver.commit()
+
+        self._in_session(work)
+        self._loose = None
 
     def _apply(self, cursor: Any, batch: BatchId, tables: Sequence[TableChanges], *, care: bool, last: bool) -> Applied:
         where = f"{SCHEMA}.replicad_batches"
@@ -325,15 +408,16 @@ class PostgresTables(TableGroup):
         for one in tables:
             assert isinstance(one.sink, PostgresSink)
             staged[one.name] = _Staged(one, one.sink, one.sink.load(cursor, one.shape, one.changes, self._stages), {})
-        if not ask(cursor, CLAIM.format(batches=where), batch.query, _WHO, 0, batch.number, batch.step, batch.mark):
+        oids = pa.scalar([self._oids[name] for name in staged if name in self._oids], pa.list_(pa.int64()))
+        numbers = (batch.number, batch.step, batch.mark)
+        [(claimed, digests)] = ask(cursor, _CLAIM, batch.query, _WHO, 0, *numbers, oids)
+        if not claimed:
             [row] = ask(cursor, LAST.format(batches=where), batch.query, _WHO, 0)
             batch.is_repeated(row)
             return Applied(repeated=True)
         if constraints.deferrable:
             cursor.execute("SET CONSTRAINTS ALL DEFERRED")
-        types = columns_of(cursor, [table.sink.table for table in staged.values()])
-        for table, there in zip(staged.values(), types, strict=True):
-            table.there = there
+        self._look_at_columns(cursor, staged, dict(one.split(":") for one in digests or ()))
         if self._waits is not False:
             for name, table in staged.items():
                 self._come(cursor, batch, name, table)
@@ -341,6 +425,21 @@ class PostgresTables(TableGroup):
         if care:
             kept = _Care(self, cursor, batch, staged, constraints, last).clear()
         return self._write(cursor, staged, constraints, kept, care=care)
+
+    def _look_at_columns(self, cursor: Any, staged: Mapping[str, _Staged], digests: Mapping[str, str]) -> None:
+        """The types of the columns; they are looked up again if their digest is another one."""
+        by_name = {name: digests.get(str(self._oids.get(name))) for name in staged}
+        changed = [
+            name for name, digest in by_name.items() if digest is None or self._types.get(name, ("", {}))[0] != digest
+        ]
+        if changed:
+            found = columns_of(cursor, [staged[name].sink.table for name in changed])
+            for name, there in zip(changed, found, strict=True):
+                self._types[name] = (by_name[name] or "", there)
+        if None in by_name.values():  # a table was dropped and made again
+            self._known = None
+        for name, one in staged.items():
+            one.there = self._types[name][1]
 
     def _write(
         self,
@@ -375,6 +474,7 @@ class PostgresTables(TableGroup):
         for name, table in self.tables.items():
             [(oid,)] = ask(cursor, f"SELECT {literal(table)}::pg_catalog.regclass::oid::bigint")
             names[int(oid)] = name
+        self._oids = {name: oid for oid, name in names.items()}
         oids = pa.scalar(list(names), pa.list_(pa.int64()))
         foreign = [
             _ForeignKey(names[child], names[parent], tuple(columns), tuple(referred), action)

@@ -45,9 +45,12 @@ class TouchChunk:
 
 @dataclass(slots=True)
 class TouchLog:
-    """The log, for one reader and a thread for each name in `places`, which has the number of the next chunk."""
+    """The log, for one reader and a thread for each name in `places`, which has the number of the next chunk that the
+    downstream does not have for sure.
+    """
 
     places: dict[str, int] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)  # likewise of a downstream that has more, and not for sure
     ended: bool = False  # nothing is added any more
     _chunks: deque[TouchChunk] = field(default_factory=deque)
     _ids: int = 0
@@ -72,13 +75,14 @@ class TouchLog:
             self._changed.notify_all()
 
     def take(self, name: str, timeout: float) -> list[TouchChunk]:
-        """The chunks from the place of a downstream on, about BATCH_IDS ids; waits for the first one."""
+        """The chunks that a downstream has not written, about BATCH_IDS ids; waits for the first one."""
         with self._changed:
-            if not self._ahead(name):
+            place = max(self.places[name], self.taken.get(name, 0))
+            if not self._from(place):
                 self._changed.wait(timeout)
             taken: list[TouchChunk] = []
             ids = 0
-            for chunk in self._ahead(name):
+            for chunk in self._from(max(place, self.places[name])):
                 if taken and ids + chunk.ids > BATCH_IDS:
                     break
                 taken.append(chunk)
@@ -88,11 +92,20 @@ class TouchLog:
     def behind(self, name: str) -> int:
         """How many ids a downstream does not have yet."""
         with self._changed:
-            return sum(chunk.ids for chunk in self._ahead(name))
+            return sum(chunk.ids for chunk in self._from(self.places[name]))
 
-    def _ahead(self, name: str) -> list[TouchChunk]:
-        place = self.places[name]
+    def lacking(self, name: str) -> list[TouchChunk]:
+        """All chunks that a downstream does not have for sure."""
+        with self._changed:
+            return self._from(self.places[name])
+
+    def _from(self, place: int) -> list[TouchChunk]:
         return [chunk for chunk in self._chunks if chunk.number >= place]
+
+    def wrote(self, name: str, number: int) -> None:
+        """A downstream has written all chunks up to this number, and may lose them again if it crashes."""
+        with self._changed:
+            self.taken[name] = number + 1
 
     def done(self, name: str, number: int) -> None:
         """A downstream has all chunks up to this number."""

@@ -47,7 +47,7 @@ from replicad.spark.enrich import PIECE, EnrichedRows, LookUps
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.local.backlog import Backlog
 from replicad.spark.local.config import TRANSACTION, LocalConfig
-from replicad.spark.local.groups import PostgresTables, SeparateTables, TableChanges, TableGroup
+from replicad.spark.local.groups import CommitsLost, PostgresTables, SeparateTables, TableChanges, TableGroup
 from replicad.spark.local.tables import TableWork, TubeTable, make_work, schedule_backfill, tables_of, touches_of
 from replicad.spark.local.touchlog import TouchChunk, TouchLog
 from replicad.spark.options import endpoint_of
@@ -67,6 +67,8 @@ GARBAGE = 50_000  # stale ids in one step
 FRUITLESS = 10  # steps of garbage in a row that return the same ids
 AT_ONCE = 10_000  # touches of a batch whose rows are looked up before its transaction begins
 LOOK_AGAIN = 10.0  # seconds between two looks whether the backlog has something
+FLUSH_EVERY = 0.1  # seconds for which batches wait at most until the disk of the downstream has them
+FLUSH_IDLE = 0.02  # seconds without touches after which they do not wait
 REPORT_EVERY = 2.0  # seconds between two reports for `replicad top`
 PATIENCE = 5.0  # seconds for a database before a failure counts as one: then the thread waits, and says so
 _OUTAGES = (ConnectionLost, DatabaseUnavailable, DownstreamUnavailable)
@@ -169,6 +171,7 @@ class DownstreamThread:
         self._works: dict[str, TableWork] = {}
         self._version = -1
         self._number = 0
+        self._noted = -1  # the last batch that the downstream has for sure
         self._recorded: dict[str, int] = {}
         self._identities: dict[str, str] = {}
         self._stopping = threading.Event()
@@ -183,6 +186,8 @@ class DownstreamThread:
         self._reported_at = 0.0
         self._looked_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"replicad-{name}", daemon=True)
+        self._unflushed: list[TouchChunk] = []  # that were written, and may be lost if the downstream crashes
+        self._flush_at = 0.0
         self._excluded: dict[int, pa.Table] = {}  # touches that were parked, by the number of their chunk
         self._pods: str | None = None  # the table of the pods that prove deletes, if not the tube's
         self.backlog = Backlog(config, name)
@@ -250,7 +255,7 @@ class DownstreamThread:
         """Put what the log has for this downstream into its backlog, so that the log does not wait for it."""
         if not self.backlog.may_grow():
             return
-        for chunk in self._log.take(self.name, 0):
+        for chunk in self._log.lacking(self.name):
             self.backlog.add(chunk)
             self._log.done(self.name, chunk.number)
 
@@ -260,6 +265,8 @@ class DownstreamThread:
         try:
             while not self._stopping.is_set():
                 self._step()
+            if self._failing_since is None:
+                self._flush()
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             if not self._stopping.is_set():
                 self.failure = error
@@ -277,21 +284,58 @@ class DownstreamThread:
             self._looked_at = time.monotonic()
             self.backlog.look_again()  # ids that were parked in it may have been put back
         if self.backlog.is_used:
-            self._drain()
+            if not self._unflushed or self._with_patience(self._flush):
+                self._drain()
             return
-        chunks = self._log.take(self.name, 0.5)
+        chunks = self._log.take(self.name, FLUSH_IDLE if self._unflushed else 0.5)
+        if self._unflushed and (not chunks or time.monotonic() >= self._flush_at):
+            self._with_patience(self._flush)
         if not chunks:
             self._send_report()
             return
         self._busy = True
         try:
             if self._with_patience(partial(self._write_chunks, chunks), chunks):
-                self._log.done(self.name, chunks[-1].number)
+                self._wrote(chunks)
         finally:
             self._busy = False
-            self._excluded.clear()
+            if not self._unflushed:
+                self._excluded.clear()
         if self._config.trigger != AVAILABLE_NOW and self._config.trigger:
+            self._with_patience(self._flush)
             self._stopping.wait(float(self._config.trigger))
+
+    def _wrote(self, chunks: list[TouchChunk]) -> None:
+        """A batch was written; it may be acked when the disk has it."""
+        if self._group.is_flushed:
+            self._note()
+            self._log.done(self.name, chunks[-1].number)
+            return
+        if not self._unflushed:
+            self._flush_at = time.monotonic() + FLUSH_EVERY
+        self._unflushed += chunks
+        self._log.wrote(self.name, chunks[-1].number)
+
+    def _note(self) -> None:
+        """Note the batches that the downstream has for sure."""
+        self._record()
+        self._noted = self._number - 1
+        self._send_report()
+
+    def _flush(self) -> None:
+        """Wait until the disk of the downstream has what was written, and let it be acked."""
+        chunks = self._unflushed
+        if chunks and self._log.places[self.name] <= chunks[-1].number:  # they are not in the backlog
+            try:
+                self._group.flush(self._shared.query)
+            except CommitsLost as error:
+                log.warning("commits_lost", downstream=self.name, error=str(error))
+                self._write(self._batch_of(chunks))
+                self._group.flush(self._shared.query)
+            self._note()
+            self._log.done(self.name, chunks[-1].number)
+        self._unflushed = []
+        self._excluded.clear()
 
     def _with_patience(self, work: Callable[[], None], chunks: list[TouchChunk] | None = None) -> bool:
         """Run `work` until it succeeds. False: the run ends, or its touches went into the backlog."""
@@ -430,6 +474,7 @@ class DownstreamThread:
             tables = schedule_backfill(self._config)
             log.warning("downstream_rebuilt", downstream=self.name, tables=tables)
         self._number = max(newest, reported, *known.get("last", {}).values()) + 1
+        self._noted = self._number - 1
         self._recorded = {name: one.whole for name, one in last.items() if one.whole >= 0} or known.get("last", {})
         self._identities = {name: one for name, one in identities.items() if one}
         self._record()
@@ -480,7 +525,11 @@ class DownstreamThread:
         )
 
     def _write_chunks(self, chunks: list[TouchChunk]) -> None:
-        self._write(self._batch_of(chunks))
+        try:
+            self._write(self._batch_of(chunks))
+        except CommitsLost as error:
+            log.warning("commits_lost", downstream=self.name, error=str(error))
+            self._write(self._batch_of([*self._unflushed, *chunks]))
 
     def _write(self, batch: _Batch) -> None:
         started = self._began = time.monotonic()
@@ -497,7 +546,6 @@ class DownstreamThread:
                 found = self._collect(control)
                 garbage += found[0]
                 again = Applied(again.written + found[1].written, again.deleted + found[1].deleted)
-        self._record()
         record_batch(self._config.tube, self._title, time.monotonic() - started, batch.ids, tuple(self._traces))
         self._report(
             BatchReport(
@@ -738,12 +786,23 @@ class DownstreamThread:
                 if not self._with_patience(partial(self._next_of_backlog, chunk)) or not chunk:
                     return
                 self._busy = True
-                if self._with_patience(partial(self._write_chunks, chunk), chunk):
+                if not self._with_patience(partial(self._write_chunks, chunk), chunk):
+                    continue
+                if self._with_patience(partial(self._keep_for_sure, chunk)):
                     self._with_patience(partial(self.backlog.ack, chunk[0]))
         finally:
             self._busy = False
             self._excluded.clear()
             self._prove_by(None)
+
+    def _keep_for_sure(self, chunks: list[TouchChunk]) -> None:
+        """Wait for the disk of the downstream before touches of the backlog are acked."""
+        try:
+            self._group.flush(self._shared.query)
+        except CommitsLost:
+            self._write(self._batch_of(chunks))
+            self._group.flush(self._shared.query)
+        self._note()
 
     def _next_of_backlog(self, found: list[TouchChunk]) -> None:
         chunk = self.backlog.next_chunk()
@@ -762,7 +821,6 @@ class DownstreamThread:
         self._shared.count(report)
         log.info("batch_done", downstream=self.name, **report.counts())
         self._unreported, self._last = self._unreported.plus(report), report
-        self._send_report()
 
     def _send_report(self, *, now: bool = False) -> None:
         """Send the counts since the last report, every `REPORT_EVERY` seconds. The source keeps it."""
@@ -780,7 +838,7 @@ class DownstreamThread:
                 garbage=total.garbage,
                 seconds=total.seconds,
             ),
-            {"query": self._shared.query, "newest": self._number - 1},
+            {"query": self._shared.query, "newest": self._noted},
         )
 
 

@@ -19,6 +19,8 @@ import pyarrow.compute as pc
 from replicad.errors import DownstreamError, DownstreamUnavailable
 from replicad.spark.enrich import EnrichedRows
 
+_LOOKED_AT = 2_000  # rows of a file, to find out which columns repeat
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -249,6 +251,18 @@ def ordered(rows: pa.Table, id_: str) -> pa.Table:
     if len(ids) < 2 or pc.all(pc.less(ids.slice(0, len(ids) - 1), ids.slice(1))).as_py():
         return rows
     return rows.sort_by(id_)
+
+
+def repeating(rows: pa.Table) -> list[str]:
+    """The columns (paths of Parquet) whose values repeat in the first rows. A dictionary of others only costs time."""
+    found = []
+    first = rows.slice(0, _LOOKED_AT)
+    for name, column in zip(first.column_names, first.columns, strict=True):
+        if pa.types.is_nested(column.type):
+            found.append(f"{name}.list.element")  # we have no others than lists
+        elif 2 * pc.count_distinct(column).as_py() <= len(first):
+            found.append(name)
+    return found
 
 
 def chosen_rows(table: pa.Table, id_: str, after: object, ids: pa.Array | None) -> pa.Table:

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from replicad.errors import EnvironmentRefused
 from replicad.spark.enrich import conform
-from replicad.spark.sinks.base import ordered
+from replicad.spark.sinks.base import ordered, repeating
 
 GONE = "_replicad_gone"  # column of changes: the row was deleted
 FILE_BYTES = 64 << 20  # of rows in memory: of a file that we write, and of changes that are merged at once
@@ -327,7 +327,7 @@ class TableFiles:
                 out,
                 compression="zstd",
                 store_schema=False,
-                use_dictionary=not small,
+                use_dictionary=False if small else repeating(rows),
                 write_statistics=not small,
             )
             size = out.tell()

@@ -31,7 +31,7 @@ from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.checkpoint import local_path
 from replicad.spark.columns import grows, remedy
 from replicad.spark.enrich import EnrichedRows, conform
-from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, chosen_rows, ordered, written
+from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink, chosen_rows, ordered, repeating, written
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -268,7 +268,7 @@ class Files:
             piece = rows.slice(start, end - start)
             name = f"{self.number:012d}-{os.urandom(8).hex()}.parquet"
             with (folder / name).open("xb") as out:
-                pq.write_table(piece, out, compression="zstd", compression_level=1)
+                pq.write_table(piece, out, compression="zstd", compression_level=1, use_dictionary=repeating(piece))
                 out.flush()
                 os.fsync(out.fileno())
             lowest = pc.min(piece.column("_seq")).as_py()

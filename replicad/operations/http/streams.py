@@ -35,6 +35,7 @@ PART_PAUSE = 0.25  # seconds between two looks for the rows of a part, whose str
 SLICE = 1000  # rows, before other tasks run
 SHORTEST_LIVE, LONGEST_LIVE = 1.0, 60.0  # seconds for which a page may wait for rows
 LIVE_FRESH = 1  # seconds; the shortest time that Cache-Control can say
+SHARED = 0.1  # seconds for which live readers get the same page with rows; longer, and they get fewer rows at a time
 GENERATION = "!"  # in tokens that name their generation
 IMMUTABLE = "max-age=31536000, immutable"
 EARLIEST = "EARLIEST"
@@ -141,9 +142,9 @@ class RowsPage(Page):
         live = _live(request.query.get("live"))
         asker = Asker(caller.name or request.guest.address)
         wanted = PageRequest(name, token, limit, asker, caller.access, part)
-        since = None  # when the build of a page with rows may have begun: it is given out for LIVE_FRESH seconds
+        since = None  # when the build of a page with rows may have begun
         if live is not None:
-            since = trio.current_time() - (LIVE_FRESH if GENERATION in token else 0)
+            since = trio.current_time() - (SHARED if GENERATION in token else 0)
         page = None if live is None else await pages.empty_page(wanted)
         if page is None:
             page = await _read(pages, wanted, request, since)

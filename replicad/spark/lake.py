@@ -45,6 +45,11 @@ class Lake:
         files = files_of(table, self.key[1])
         self._base = [one for one in files if one.layer in (None, BASE_LAYER)]
         self._changed = [one for one in files if one.layer == CHANGES_LAYER]
+        bounds = {(one.low[:1], one.high[:1]) for one in files}
+        alone = len(bounds) == 1 and all(
+            len(one.low) == len(one.high) == 2 and one.low[0] == one.high[0] for one in files
+        )
+        self._joined = self.key[1:] if alone else self.key  # with one shard a reader need not read `_shard`
 
     def _paths(self, files: list[DataFile]) -> list[str]:
         return [f"{self._sink.uri.rstrip('/')}/{unquote(one.path)}" for one in files]
@@ -84,7 +89,7 @@ class Lake:
         )  # fmt: skip
         if not self._changed:
             return base
-        return pl.concat([base.join(changes, on=list(self.key), how="anti"), new])
+        return pl.concat([base.join(changes, on=list(self._joined), how="anti"), new])
 
     def duckdb(self, connection: Any) -> Any:
         """The rows, as a relation of a connection."""
@@ -95,7 +100,7 @@ class Lake:
         if not self._base:
             return connection.sql(new)
         files = ", ".join("'" + path.replace("'", "''") + "'" for path in self._paths(self._base))
-        on = " AND ".join(f'c."{name}" = b."{name}"' for name in self.key)
+        on = " AND ".join(f'c."{name}" = b."{name}"' for name in self._joined)
         base = f"SELECT {names} FROM read_parquet([{files}], union_by_name = true) b"
         if not self._changed:
             return connection.sql(base)
@@ -111,5 +116,5 @@ class Lake:
         if not self._base:
             return new
         base = session.read.schema(schema).parquet(*self._paths(self._base))
-        kept = base.join(changes.select(*self.key), list(self.key), "left_anti")
+        kept = base.join(changes.select(*self._joined), list(self._joined), "left_anti")
         return kept.select(*self.schema.names).unionAll(new)

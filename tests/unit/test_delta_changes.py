@@ -221,14 +221,19 @@ def test_only_one_process_of_a_machine_does_the_upkeep(tmp_path: Path) -> None:
     assert table.step(all_of_it=True) is not None
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("library", ["duckdb", "polars"])
-def test_other_engines_read_the_same_rows(tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_engines_read_the_same_rows(
+    tmp_path: Path, library: str, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("_RJEM_MALLOC_CONF", "dirty_decay_ms:500")  # Polars sets it, and would leave it behind
     module: Any = pytest.importorskip(library)
     table = Table(tmp_path / "t", CHANGES)
-    table.put({(0, n): "b" for n in range(10)})
+    for shard in range(shards):
+        table.put({(shard, n): "b" for n in range(10)})
     table.put({(0, 3): "new", (0, 30): "more"}, [(0, 4)])
     lake = Lake(str(table.folder))
+    assert lake._joined == (("id",) if shards == 1 else ("_shard", "id"))
     if library == "polars":
         assert held(lake.polars().collect().to_arrow()) == table.model
         return

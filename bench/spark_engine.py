@@ -33,9 +33,10 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from replicad.spark import PipelineConfig, build_session, pipeline
+from replicad.spark.session import settings_of
 from replicad.spark.sinks import DeltaSink, ParquetSink, PostgresSink
 url, port, folder, kind, tables, trigger = sys.argv[1:]
-spark = build_session("bench", log_file=Path(folder) / "spark.log", config={{"spark.driver.memory": "1g"}})
+spark = build_session("bench", log_file=Path(folder) / "spark.log", config=settings_of(folder))
 sinks = {{
     "parquet": lambda name: ParquetSink(Path(folder) / "parquet" / name),
     "delta": lambda name: DeltaSink(f"{{folder}}/delta/{{name}}"),
@@ -134,7 +135,7 @@ def _backfill(servers: System, daemon: Daemon, kind: str, rows: int) -> Figure:
 
 def _updates(servers: System, daemon: Daemon, options: Options) -> list[Figure]:
     with _driver(servers, daemon, "postgres", "item", "0") as driver:
-        wait_until(lambda: servers.sql("SELECT to_regclass('dw.item') IS NOT NULL") == "t", "the table", driver)
+        wait_until(lambda: servers.sql("SELECT to_regclass('dw.item') IS NOT NULL") == "t", "the table", driver, 150)
         seconds, used = timed_updates(servers, driver, options)
     p50, p99 = (percentile(seconds, share) for share in (0.5, 0.99))
     what = f"from an UPDATE to its row in Postgres, {OTHERS} others a second, "
@@ -152,7 +153,7 @@ def _tables(servers: System, daemon: Daemon) -> Figure:
         _make_table(servers, name, 1000)
     with _driver(servers, daemon, "postgres", ",".join(names), "0") as driver:
         made = " AND ".join(f"to_regclass('dw.{name}') IS NOT NULL" for name in names)
-        wait_until(lambda: servers.sql(f"SELECT {made}") == "t", "the tables", driver, 120)
+        wait_until(lambda: servers.sql(f"SELECT {made}") == "t", "the tables", driver, 150)
         time.sleep(5)  # for the queries to begin
         before = cpu_of_all(driver)
         seconds = _fresh(servers.url, names)

@@ -85,7 +85,7 @@ def run(
             result = run_local(local, until=asked_to_stop)
         echo(as_json_line(asdict(result)) if as_json else summary(result))
         return
-    from replicad.spark.session import build_session, check_pyspark
+    from replicad.spark.session import build_session, check_pyspark, settings_of
 
     check_pyspark()  # pyarrow, which the next two need, comes with the same extra
     from replicad.spark import pipeline
@@ -96,7 +96,8 @@ def run(
     with exported("replicad-pipeline"), _stop_on_signals() as asked_to_stop:
 
         def make_session() -> SparkSession:
-            return build_session(f"replicad {loaded.name}", log_file=spark_log, config=loaded.spark)
+            settings = {**settings_of(loaded.checkpoint), **loaded.spark}
+            return build_session(f"replicad {loaded.name}", log_file=spark_log, config=settings)
 
         result = pipeline.run(loaded, make_session, until=lambda _: asked_to_stop())
     echo(as_json_line(asdict(result)) if as_json else summary(result))

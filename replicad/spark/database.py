@@ -42,6 +42,7 @@ _TCP_OF_SERVER = {  # the same on the other side: a lost client must not keep it
 
 _Key = tuple[int, int, str, bool]  # process, thread, url, transactional
 _connections: dict[_Key, Any] = {}
+_threads: dict[int, threading.Thread] = {}  # that have opened connections, by their numbers
 
 
 def connection(url: str, *, transactional: bool = False) -> Any:
@@ -53,8 +54,20 @@ def connection(url: str, *, transactional: bool = False) -> Any:
     key = _key(url, transactional)
     found = _connections.get(key)
     if found is None:
+        _close_abandoned()
+        _threads[key[1]] = threading.current_thread()
         found = _connections[key] = _connect(url, transactional)
     return found
+
+
+def _close_abandoned() -> None:
+    """Close connections whose threads have ended: each start of a query of Spark has a new thread on the driver."""
+    for number, thread in list(_threads.items()):
+        if not thread.is_alive():
+            _threads.pop(number, None)
+            for key in list(_connections):
+                if key[:2] == (os.getpid(), number):
+                    _close(key)
 
 
 def _key(url: str, transactional: bool) -> _Key:

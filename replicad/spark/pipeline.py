@@ -44,7 +44,7 @@ from replicad.spark.parking import SuspectShards, park_refused
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
 from replicad.spark.preflight import Attachments, Watch, check_downstream, wait_until_ready
 from replicad.spark.reports import BatchReport, PipelineResult, Reporter, record_batch
-from replicad.spark.session import build_session, check_pyspark, quiet_callbacks, refuse_connect
+from replicad.spark.session import build_session, check_pyspark, quiet_callbacks, refuse_connect, settings_of
 from replicad.spark.sinks.base import Shape
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.delta_upkeep import UpkeepThread
@@ -300,7 +300,8 @@ def run(
         return PipelineResult()
     if spark is not None and not callable(spark):
         return made.to_the_end(spark)
-    session = build_session(f"replicad {config.name}", config=config.spark) if spark is None else spark()
+    settings = {**settings_of(config.checkpoint), **config.spark}
+    session = build_session(f"replicad {config.name}", config=settings) if spark is None else spark()
     try:
         return made.to_the_end(session)
     finally:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from replicad.errors import EnvironmentRefused, UsageError
+from replicad.spark.checkpoint import local_path
 
 OLDEST_JAVA = 17  # required by Spark 4
 _TIMEOUT = 20  # seconds for `java -version`, which is slow from a cold disk
@@ -79,6 +80,12 @@ _SETTINGS = {
     "spark.sql.streaming.stopTimeout": "15s",
     "spark.sql.shuffle.partitions": str(os.cpu_count() or 2),
 }
+_LOCAL_CHECKPOINT = {
+    # Spark's default runs `chmod` and `readlink` for each file that it makes there, several times as long as this
+    "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming.checkpointing."
+    "FileSystemBasedCheckpointFileManager",
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",  # Hadoop keeps a checksum of each file there too
+}
 OLDEST_PYSPARK = (4, 2)  # the first in which Python sources support limits and AvailableNow
 
 
@@ -124,6 +131,14 @@ def quiet_callbacks() -> None:
 
 def _is_news(record: logging.LogRecord) -> bool:
     return "while executing the Python Proxy" not in record.getMessage()
+
+
+def settings_of(checkpoint: Path | str) -> Mapping[str, str]:
+    """Settings of a session for the checkpoint of its pipelines: files of this machine are made in a quicker way.
+
+    Not for a URI: on HDFS Spark's default refuses a file that another driver has made, in one step.
+    """
+    return _LOCAL_CHECKPOINT if local_path(str(checkpoint)) is not None else {}
 
 
 def build_session(

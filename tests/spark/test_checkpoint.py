@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyspark
 import pytest
 from cities import Cities
 from fake_daemon import FakeDaemon
@@ -14,6 +16,7 @@ from replicad.errors import EnvironmentRefused, UsageError
 from replicad.spark import pipeline
 from replicad.spark.checkpoint import DOWNSTREAM, PARKED, open_checkpoint
 from replicad.spark.database import forget
+from replicad.spark.session import settings_of
 from replicad.spark.sinks import parquet
 from replicad.spark.sinks.parquet import ParquetSink
 
@@ -33,6 +36,15 @@ def uri(spark: SparkSession, tmp_path: Path) -> str:
     key = f"fs.viewfs.mounttable.{tmp_path.name.replace('_', '-')}.link./data"
     spark._jsc.hadoopConfiguration().set(key, (tmp_path / "mounted").as_uri())
     return f"viewfs://{tmp_path.name.replace('_', '-')}/data/state"
+
+
+def test_only_a_checkpoint_of_this_machine_is_written_without_programs_for_each_file(tmp_path: Path) -> None:
+    assert settings_of("s3a://bucket/state") == settings_of("hdfs://name/state") == {}
+    assert settings_of(tmp_path) == settings_of(tmp_path.as_uri()) != {}
+    name = settings_of(tmp_path)["spark.sql.streaming.checkpointFileManagerClass"]
+    [jar] = (Path(pyspark.__file__).parent / "jars").glob("spark-sql_*.jar")
+    with zipfile.ZipFile(jar) as classes:
+        assert f"{name.replace('.', '/')}.class" in classes.namelist(), "Spark has renamed it"
 
 
 def test_a_checkpoint_keeps_small_files_wherever_it_is(spark: SparkSession, tmp_path: Path, uri: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partialmethod
@@ -24,7 +26,7 @@ from replicad.protocol.tokens import START, Cursor
 from replicad.spark import kept_clients, pipeline, small_batches
 from replicad.spark.batches import BatchRunner
 from replicad.spark.checkpoint import LocalCheckpoint
-from replicad.spark.database import forget
+from replicad.spark.database import connection, forget
 from replicad.spark.kept_clients import kept_client
 from replicad.spark.offsets import Range
 from replicad.spark.options import parse_options
@@ -34,6 +36,7 @@ from replicad.spark.sinks.postgres import PostgresSink
 from replicad.spark.small_batches import SmallBatches
 from replicad.spark.tubes import TubePartition, TubeStreamReader, read_range
 from replicad.tubes.commands import Part
+from tests.conftest import PATIENCE
 
 
 @pytest.fixture
@@ -363,3 +366,19 @@ def test_a_forked_process_does_not_use_the_connection_of_its_parent(tube: FakeDa
     assert os.waitpid(child, 0)[1] == 0
     with kept_client(endpoint, "a") as again:
         assert again is ours
+
+
+def test_connections_to_postgres_of_threads_that_have_ended_are_closed(database_url: str) -> None:
+    def opened() -> int:
+        return int(psql(database_url, f"SELECT count(*) FROM pg_stat_activity WHERE {ours}"))
+
+    ours = "application_name = 'replicad spark' AND datname = current_database()"
+    for _ in range(3):  # as the threads of queries that are started again
+        thread = threading.Thread(target=connection, args=(database_url,))
+        thread.start()
+        thread.join()
+    connection(database_url)
+    deadline = time.monotonic() + PATIENCE
+    while opened() != 1:
+        assert time.monotonic() < deadline, f"{opened()} connections are open"
+    forget(database_url)

@@ -235,6 +235,7 @@ class Cluster:
         self.lsn = 1000
         self.flushed = 1000
         self.replicated = 1000
+        self.lags_until = 0.0  # the standby receives nothing before
         self.redo = 1000  # where the last checkpoint began
         self.transactions: dict[Transaction, None] = {}  # that are open or prepared
         self.moved = trio.Event()  # set at each change of a sequence; then another one
@@ -297,7 +298,7 @@ class Cluster:
             if not self.up or self.resumed is not None:
                 continue
             self._flush(self.lsn)
-            if self.chance.random() < 0.8:
+            if self.chance.random() < 0.8 and trio.current_time() >= self.lags_until:
                 self.replicated = self.flushed
                 self._forget_safe()
 
@@ -338,7 +339,7 @@ class Cluster:
 
     async def commit(self, transaction: Transaction, *, durable: bool = True) -> None:
         """Commit. `durable`: it is acknowledged when it is on disk (synchronous_commit)."""
-        before = transaction.state
+        before, locks = transaction.state, list(transaction.locks)
         transaction.state = State.COMMITTING
 
         def undo() -> None:
@@ -346,6 +347,10 @@ class Cluster:
             for _, undo_one in reversed(transaction.at_commit):
                 undo_one()
             transaction.state = State.PREPARED if before is State.PREPARED else State.ABORTED
+            if before is State.PREPARED:
+                self.transactions[transaction] = None
+                for relation, mode in locks:
+                    self.locks.take(relation, transaction, mode)
 
         lsn = self.log(undo)
         if durable:
@@ -378,6 +383,8 @@ class Cluster:
 
     def abort(self, transaction: Transaction) -> None:
         """Roll back."""
+        if transaction.state is State.PREPARED:
+            self.log(_nothing)
         if transaction.state in (State.OPEN, State.PREPARED):
             transaction.state = State.ABORTED
         self.end(transaction)

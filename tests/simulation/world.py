@@ -112,7 +112,7 @@ class Plan:
     hours: float = 1.0
     faults: tuple[str, ...] = (
         *("kill", "cut", "hang", "crash", "crash", "backend", "restart", "promote", "switchover", "drop"),
-        *("truncate", "setback", "rewrite", "checkpoint", "trim"),
+        *("lag", "truncate", "setback", "rewrite", "checkpoint", "trim"),
     )
     calm: float = 900.0
     burst: float = 6.0
@@ -387,7 +387,7 @@ class World:
                         client.forget(upto)
         self.cluster.vacuum()
         for name, entry in self.registry.entries.items():
-            self.committed[name] = {row.body for row in entry.table.between(-1, 1 << 60)}
+            self.committed[name] = {row.body for row in entry.table.rows}  # a promotion may undo a removal
 
     # --- writers ---
 
@@ -528,6 +528,10 @@ class World:
             await self._down(switch)
             await trio.sleep(self.chance.uniform(0, 3))
             self.writing.set()
+
+    async def _lag(self) -> None:
+        """The standby receives nothing for a while: a promotion loses all that comes meanwhile."""
+        self.cluster.lags_until = trio.current_time() + self.chance.uniform(1, 10)
 
     async def _checkpoint(self) -> None:
         self.cluster.checkpoint()

@@ -146,3 +146,18 @@ def test_a_row_that_is_processed_once_more_is_not_taken_meanwhile() -> None:
     assert ledger.take(9) == []
     ledger.give_back(touch)
     assert [t.seqs for t in ledger.take(9)] == [(2,)]
+
+
+def test_a_pod_is_known_until_it_is_taken_as_finished() -> None:
+    ledger = Ledger()
+    assert (ledger.left(1), ledger.has(1)) == (0, False)
+    ledger.add(1, 0, "U", [7])
+    assert (ledger.left(1), ledger.has(1)) == (1, True)
+    [touch] = ledger.take(9)
+    assert not ledger.borrow(touch), "it is busy"
+    ledger.done([touch])
+    assert (ledger.left(1), ledger.has(1)) == (0, True)
+    assert ledger.take_finished() == [1]
+    assert not ledger.has(1)
+    assert ledger.borrow(touch)
+    assert not ledger.borrow(touch)

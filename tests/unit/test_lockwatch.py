@@ -474,3 +474,102 @@ def test_simulation_notices_when_a_rule_is_broken(broken: type[Poller]) -> None:
         return False
 
     assert any(violated(seed) for seed in range(1000))
+
+
+# --- single statements, each of which a mutant has shown to be untested (docs/dev/mutants.md) ---
+
+
+def test_a_new_watch_knows_no_holder_and_waits_for_nothing() -> None:
+    for watch in (LockWatch(), LockWatch(published=4), TableWatch(), TableWatch(published=4)):
+        assert watch.lowest is None
+        assert not watch.waits_for_flush
+    assert LockWatch().held_newly is False
+
+
+def test_a_published_position_needs_no_flush_at_the_begin_and_after_a_restart() -> None:
+    watch = LockWatch(published=5)
+    watch.feed(5, 100, ())
+    assert not watch.waits_for_flush
+    watch.feed(9, 200, ())
+    assert watch.waits_for_flush
+    watch.flushed_upto(200)
+    watch.restart()
+    assert watch.held_newly is False
+    watch.feed(9, 300, ())
+    assert not watch.waits_for_flush
+
+
+def test_a_writer_that_holds_since_before_the_first_poll_stays_at_the_published_position() -> None:
+    watch = LockWatch(published=4)
+    assert fed(watch, 9, Hold("old", writer="a"), writers=("a", "b")) == 4
+    assert watch.per_writer == {"a": 4, "b": 9}
+
+
+def test_bounds_that_pass_to_another_name_count_once_the_wal_is_on_disk() -> None:
+    for later in (Hold("p", prepared=True), Hold("t", writer="b")):
+        watch = LockWatch(published=0)
+        watch.feed(5, 50, (), ("a", "b"))
+        watch.feed(9, 90, [Hold("t", writer="a")], ("a", "b"))
+        watch.feed(9, 95, [later], ("a", "b"))
+        assert watch.position == 0
+        watch.all_flushed()
+        assert watch.position == 5
+
+
+def test_a_reservation_holds_back_its_own_writer_only() -> None:
+    watch = LockWatch(published=0)
+    fed(watch, 5, writers=("a", "b"))
+    fed(watch, 9, Hold("r", writer="a", bound=6), writers=("a", "b"))
+    assert watch.per_writer == {"a": 6, "b": 9}
+
+
+def test_the_position_of_a_writer_never_falls_and_begins_at_the_common_one() -> None:
+    watch = LockWatch(published=0)
+    fed(watch, 5, writers=("a", "b"))
+    fed(watch, 9, Hold("x", writer="b"), writers=("a", "b"))
+    assert watch.per_writer == {"a": 9, "b": 5}
+    fed(watch, 10, Hold("x", writer="b"), Hold("r", writer="a", bound=7), writers=("a", "b"))
+    assert watch.per_writer == {"a": 9, "b": 5}
+    watch = LockWatch(published=9)
+    fed(watch, 10, Hold("r", writer="c", bound=3), writers=("c",))
+    assert (watch.position, watch.per_writer) == (9, {"c": 9})
+
+
+def test_a_holder_of_whom_nothing_is_known_is_below_every_bound() -> None:
+    watch = LockWatch()
+    fed(watch, -1, Hold("r", bound=-5), Hold("old"))
+    assert watch.lowest == "old"
+
+
+def test_a_table_without_rows_says_nothing_and_a_row_that_vanishes_is_no_fall() -> None:
+    watch = TableWatch()
+    watch.feed({"a": 3, "b": 5}, 1)
+    watch.all_flushed()
+    assert (watch.position, watch.lowest) == (3, "a")
+    watch.feed({}, 2)
+    watch.all_flushed()
+    watch.feed({"b": 5, "a": 4}, 3)
+    watch.feed({"b": 5, "a": 4}, 9)  # the same once more
+    watch.flushed_upto(3)
+    assert not watch.waits_for_flush
+    assert (watch.position, watch.went_back, watch.lowest) == (4, False, "a")
+    watch.feed({"b": 5}, 10)
+    watch.all_flushed()
+    assert (watch.position, watch.went_back, watch.lowest) == (5, False, None)
+
+
+def test_a_table_behind_what_was_published_has_gone_back_and_a_late_writer_has_not() -> None:
+    watch = TableWatch(published=5, per_writer={"a": 9})
+    watch.feed({"a": 7}, 1)
+    watch.all_flushed()
+    assert watch.went_back
+    watch = TableWatch()
+    for rows in ({"z": 3, "b": 5}, {"z": 3, "b": 5, "c": 1}, {"z": 3, "b": 5, "c": 2}):
+        watch.feed(rows, 1)
+        watch.all_flushed()
+        assert not watch.went_back
+    assert watch.per_writer == {"z": 3, "b": 5, "c": 3}
+    assert watch.lowest == "c"
+    watch.feed({"z": 6, "b": 6, "c": 6}, 2)
+    watch.all_flushed()
+    assert (watch.position, watch.lowest) == (6, None)

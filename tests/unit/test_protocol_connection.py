@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replicad.errors import LocalProtocolError, NotAuthorised, RemoteProtocolError
 from replicad.protocol.command import Command
-from replicad.protocol.commands import Auth, Error, Name, Ping, Server
+from replicad.protocol.commands import Auth, Error, Help, Name, Ping, Server
 from replicad.protocol.connection import TRANSITIONS, Due, ProtocolConnection, State, Timing
 from replicad.protocol.lines import LineTooLong
 from replicad.protocol.words import Side
@@ -287,3 +287,77 @@ def test_something_is_due_exactly_from_the_next_deadline_on(history: list[tuple[
     deadline = connection.next_deadline()
     assert connection.due(deadline) is not None
     assert connection.due(deadline - 0.001) is None
+
+
+# --- single statements, each of which a mutant has shown to be untested (docs/dev/mutants.md) ---
+
+
+def test_the_usual_times_hold_where_none_are_given() -> None:
+    connection = ProtocolConnection(Side.SERVER, EVERY, now=100)
+    assert connection.next_deadline() == 105
+    assert connection.line_bytes == 0
+    assert connection.due(104.95, 0.1) is Due.PING
+    assert connection.due(104.95, 0.01) is None
+
+
+def test_lines_keep_their_order_and_lose_their_carriage_returns() -> None:
+    connection = server()
+    connection.receive_data(b"PING 1\r\nPING 2\n", 0)
+    connection.receive_data(b"PING 3\r\n", 0)
+    assert [connection.next_command() for _ in range(4)] == [Ping("1"), Ping("2"), Ping("3"), None]
+    assert connection.line_bytes == len("PING 3")
+    assert connection.understand(b"PING 4\r") == Ping("4")
+
+
+def test_the_first_bytes_of_a_line_begin_its_time() -> None:
+    connection = server()
+    connection.receive_data(b"PI", 1)
+    assert connection.due(31, 0) is Due.UNFINISHED_LINE
+
+
+def test_raw_bytes_are_a_sign_of_life() -> None:
+    connection = client()
+    connection.receive_data(b"PING 1\n", 0)
+    assert connection.next_command() == Ping("1")
+    connection.stop_at("PODS")
+    assert connection.receive_block(b"PODS t 9\nab", 1) == b"PODS t 9\n"
+    connection.expect_raw(9)
+    connection.send(Ping(), 12)
+    assert connection.receive_block(b"cd", 12) == b""
+    assert connection.due(16.5, 0) is None
+    connection.stop_at(None)
+
+
+def test_three_unknown_words_of_a_person_are_answered_and_the_fourth_ends_the_connection() -> None:
+    connection = server()
+    for _ in range(3):
+        connection.receive_data(b"replicat\n", 0)
+        assert connection.next_command() == Help("replicat")
+    connection.receive_data(b"replicat\n", 0)
+    with pytest.raises(RemoteProtocolError):
+        connection.next_command()
+
+
+@pytest.mark.parametrize("first", [b"PING 1\n", b"NAME a program\n"])
+def test_an_unknown_word_of_a_program_ends_the_connection(first: bytes) -> None:
+    connection = server()
+    connection.receive_data(first, 0)
+    connection.next_command()
+    connection.receive_data(b"replicat\n", 0)
+    with pytest.raises(RemoteProtocolError):
+        connection.next_command()
+
+
+def test_unknown_words_are_answered_by_a_server_alone_and_not_before_auth() -> None:
+    for connection in (client(), server(wants_auth=True)):
+        connection.receive_data(b"replicat\n", 0)
+        with pytest.raises((RemoteProtocolError, NotAuthorised)):
+            connection.next_command()
+
+
+def test_a_command_of_the_other_side_and_control_characters_of_a_client_are_not_sent() -> None:
+    with pytest.raises(LocalProtocolError, match=r"^REPLICATE cannot be sent by this side$"):
+        server().render(Replicate())
+    with pytest.raises(LocalProtocolError, match=r"^NAME cannot be sent: .*control"):
+        client().render(Name("a\x07b"))
+    assert server().render(Error("a\x07b")) == b"ERROR a\x07b\n"

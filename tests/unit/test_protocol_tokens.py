@@ -90,3 +90,53 @@ def test_what_is_no_cursor_is_refused(text: str) -> None:
 
 def test_the_start_is_before_every_pod() -> None:
     assert Cursor.parse("0.0") == START
+
+
+@given(vectors, vectors)
+def test_a_bound_lowers_each_writer_to_where_it_is_in_the_bound(one: Vector, two: Vector) -> None:
+    named = Vector(one.minimum, one.ahead, "a1b2c3d4")
+    lower = named.at_most(two)
+    assert [lower.at(number) for number in range(1, 8)] == [min(one.at(n), two.at(n)) for n in range(1, 8)]
+    assert lower.minimum == min(one.minimum, two.minimum)
+    assert lower.epoch == "a1b2c3d4"
+
+
+def test_a_short_text_keeps_the_writers_that_are_most_ahead() -> None:
+    vector = Vector(5, {1: 7, 2: 900, 3: 80}, "a1b2c3d4")
+    text = str(vector)
+    assert text == "a1b2c3d4!5~1.7~2.900~3.80"
+    assert vector.shortened() == vector
+    assert vector.shortened(len(text)) == vector
+    assert str(vector.shortened(len(text) - 1)) == "a1b2c3d4!5~2.900~3.80"
+    assert str(vector.shortened(len("a1b2c3d4!5~2.900~3.80") - 1)) == "a1b2c3d4!5~2.900"
+    assert str(vector.shortened(len("a1b2c3d4!5~2.900"))) == "a1b2c3d4!5~2.900"
+    assert str(vector.shortened(10)) == "a1b2c3d4!5"
+
+
+def test_the_largest_numbers_and_the_longest_token_are_accepted() -> None:
+    assert Vector.parse(f"0~1.{BIG}").at(1) == BIG
+    assert Vector.parse(str(-BIG)).minimum == -BIG
+    assert Cursor.parse(f"{BIG}.{BIG}") == Cursor(BIG, BIG)
+    many = (MAX_TOKEN - 1) // 12
+    text = "0" + "".join(f"~{10**8 + number}.1" for number in range(many))
+    text = f"{text[:-1]}{'1' * (MAX_TOKEN - len(text) + 1)}"
+    assert len(text) == MAX_TOKEN
+    assert len(Vector.parse(text).ahead) == many
+
+
+def test_what_two_know_is_of_their_epoch_and_vectors_differ_in_a_set() -> None:
+    one, two = Vector(1, {3: 9}, "a1b2c3d4"), Vector(2, {}, "a1b2c3d4")
+    assert one.merge(two) == Vector(2, {3: 9}, "a1b2c3d4")
+    assert len({hash(Vector(number)) for number in range(10)}) > 1
+
+
+def test_a_refusal_quotes_the_beginning_of_the_text() -> None:
+    with pytest.raises(BadToken, match=rf"^'{'x' * 80}' is not a token; a token looks like 58 or 58~2.61$"):
+        Vector.parse("x" * 200)
+    twice = f"5{'~1.6' * 30}"
+    with pytest.raises(BadToken) as caught:
+        Vector.parse(twice)
+    assert str(caught.value).startswith(f"{twice[:80]!r} is not a token: a writer stands in it twice")
+    with pytest.raises(RemoteProtocolError) as refused:
+        Cursor.parse("y" * 99)
+    assert str(refused.value).endswith(f"got {'y' * 40!r}")

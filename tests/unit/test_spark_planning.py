@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from replicad.protocol.tokens import Cursor
 from replicad.spark.offsets import TubeOffset
-from replicad.spark.planning import Budget, Goal, plan_all, plan_batch, shares
+from replicad.spark.planning import MOST_PODS, Budget, Goal, plan_all, plan_batch, shares
 from replicad.tubes.commands import CursorAt, Part
 
 
@@ -129,3 +129,54 @@ def test_an_available_now_run_ends_although_regular_pods_keep_coming() -> None:
         offset = plan_batch(tube, offset, target.budget(offset, budget))
         for mine in tube.pods:  # more than a micro-batch may hold comes between two of them
             mine.extend((seq := seq + 1, False) for _ in range(5))
+
+
+def planned(tube: Tube, budget: Budget) -> list[int]:
+    """The pods of each partition in one batch."""
+    return [place.pods for place in plan_batch(tube, tube.start(), budget).places]
+
+
+def test_ids_and_backfill_pods_are_shared_and_pass_on_only_from_a_partition_without_pods() -> None:
+    assert planned(tube_of((10, 0), (10, 0)), Budget(20, ids=4)) == [2, 2]
+    assert planned(tube_of((1, 0), (9, 0)), Budget(4, ids=10)) == [1, 3]
+    assert planned(tube_of((1, 0), (9, 0)), Budget(20, ids=4)) == [1, 2]
+    assert planned(tube_of((0, 0), (9, 0)), Budget(20, ids=4)) == [0, 4]
+    assert planned(tube_of((0, 9), (0, 9)), Budget(20, ids=20, backfill=4)) == [2, 2]
+    assert planned(tube_of((1, 0), (0, 9)), Budget(20, ids=20, backfill=4)) == [1, 2]
+    assert planned(tube_of((0, 0), (0, 9)), Budget(20, ids=20, backfill=4)) == [0, 4]
+    assert planned(tube_of((5, 5)), Budget(10)) == [10]
+    assert planned(tube_of((5, 5)), Budget(10, None, 2)) == [7]
+    assert planned(tube_of((5, 5)), Budget(10, ids=3)) == [3]
+
+
+def test_a_partition_without_a_share_is_not_asked_and_the_first_ones_get_the_rest() -> None:
+    tube = tube_of((5, 0), (5, 0))
+    assert planned(tube, Budget(20, ids=1)) == [1, 0]
+    assert tube.asked == [Part(0, 2)]
+    assert planned(tube_of((50, 0), (50, 0), (50, 0)), Budget(2)) == [1, 1, 0]
+
+
+def test_plan_all_leaves_backfill_pods_out_if_it_is_asked_to() -> None:
+    tube = tube_of((5, 7), (2, 1))
+    assert plan_all(tube, tube.start(), backfill=0).pods == 7
+    assert plan_all(tube, tube.start(), backfill=0, at_once=2).pods == 7
+
+
+def test_a_goal_is_reached_by_both_cursors_of_each_of_its_partitions() -> None:
+    tube = tube_of((5, 7), (2, 1))
+    offset = plan_all(tube, tube.start())
+    cursors = [place.cursor for place in offset.places]
+    assert Goal(cursors).reached(offset)
+    assert not Goal(cursors[:1]).reached(offset)
+    for further in (Cursor(cursors[0].regular + 1, 0), Cursor(0, cursors[0].backfill + 1)):
+        assert not Goal([further, cursors[1]]).reached(offset)
+        assert not Goal([cursors[0], Cursor(further.regular + 99, 0)]).reached(offset)
+
+
+def test_the_number_of_pods_is_limited_until_the_regular_ones_have_been_read() -> None:
+    tube = tube_of((5, 7), (2, 1))
+    offset, budget = plan_all(tube, tube.start()), Budget(4, 9, 2)
+    cursors = [place.cursor for place in offset.places]
+    ahead = Cursor(cursors[1].regular + 1, 0)
+    assert Goal([cursors[0], ahead]).budget(offset, budget) is budget
+    assert Goal(cursors).budget(offset, budget) == Budget(2 * MOST_PODS, None, 2)

@@ -106,12 +106,16 @@ async def test_a_table_that_gets_another_owner_is_recorded_with_the_rights_of_th
     await database.execute(f"SET ROLE teammate; {T}; RESET ROLE")
     await Registry(database).add_changes("t", "s.t", RecordedChanges())
     await database.execute("ALTER TABLE s.t OWNER TO postgres")
-    await daemon.look_after_changes()
+    remedy = f"GRANT SELECT ON s.t TO {DAEMON}"
+    [(_, code, problem)] = await daemon.look_after_changes()
+    assert (code, problem.endswith(remedy)) == ("denied", True), problem
+    await database.execute(remedy)
+    assert await daemon.look_after_changes() == []
+    await database.execute("INSERT INTO s.t VALUES (1, 2)")
     await database.execute("INSERT INTO s.t VALUES (1, 2) ON CONFLICT (id) DO UPDATE SET n = 3")
-    assert (
-        await database.fetch_value("SELECT proowner::regrole::text FROM pg_proc WHERE proname = 'change_1'") == DAEMON
-    )
-    assert await last_row(database) == '{"id":1,"n":2}'
+    runner = await database.fetch_value("SELECT proowner::regrole::text FROM pg_proc WHERE proname = 'change_1'")
+    assert runner == DAEMON
+    assert await last_row(database) == '{"id":1,"n":3}'
 
 
 async def test_a_stream_that_the_role_may_not_remove_says_who_can(

@@ -335,7 +335,9 @@ $$;
 --
 -- It leaves the moment of the client's statement in a setting of the transaction. Where it finds it there, it has been called
 -- for the same statement of the client already: see stream_change_mixed. At READ COMMITTED the shape is compared when
--- the query is planned. In other transactions the plan may be older than their snapshot, so there it is compared each time.
+-- the query is planned. In other transactions the plan may be older than their snapshot, so there it is compared each time. It must be a
+-- query: an expression alone is planned with the snapshot of the client's statement, which may have waited for an ALTER TABLE.
+-- The setting is written by an assignment and not by PERFORM, which would start a query.
 CREATE OR REPLACE FUNCTION stream_change_body(stream_number integer, shape integer) RETURNS text
 LANGUAGE plpgsql STABLE AS $outer$
 DECLARE
@@ -370,7 +372,7 @@ BEGIN
             CASE WHEN event.name = 'UPDATE' AND stream_change_usual(c) IS NOT NULL THEN format($sql$
             %s;
             IF FOUND THEN
-                PERFORM set_config('replicad.change_%s', change_moment, true);
+                change_moment := set_config('replicad.change_%s', change_moment, true);
                 RETURN NULL;
             END IF;$sql$, stream_change_sql(c.stream, event.name, false, shape, true), c.stream) END,
             stream_change_sql(c.stream, event.name, false, shape));
@@ -382,7 +384,7 @@ DECLARE
     change_mixed boolean := current_setting('replicad.change_%s', true) IS NOT DISTINCT FROM change_moment;
     change_same boolean;
 BEGIN%s
-    PERFORM set_config('replicad.change_%1$s', change_moment, true);
+    change_moment := set_config('replicad.change_%1$s', change_moment, true);
     RETURN NULL;
 END
 $sql$, c.stream, body);
@@ -511,6 +513,11 @@ BEGIN
                 'the trigger function %s belongs to role %I, and role %I may not make it anew for the present columns of %s. Changes are '
                 'recorded, but each statement that writes there is prepared again', signature, present.rolname, current_user, c.source),
             HINT = stream_owner_remedy(present.proowner, format('SELECT %I.stream_changes_look()', current_schema()));
+    END IF;
+    IF pg_get_userbyid(runner) = current_user AND NOT has_table_privilege(c.source, 'SELECT') THEN
+        RAISE EXCEPTION USING ERRCODE = 'insufficient_privilege',
+            MESSAGE = format('role %I may not read %s, whose changes it would record', current_user, c.source),
+            HINT = format('run: GRANT SELECT ON %s TO %I', stream_qualified(c.source), current_user);
     END IF;
     EXECUTE format('CREATE OR REPLACE FUNCTION %s RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s%s AS %L',
         signature, stream_path_text(c.path), (SELECT string_agg(format(' SET %s = %L', split_part(s.setting, '=', 1),

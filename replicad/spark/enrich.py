@@ -234,7 +234,7 @@ class Enricher:
 
         found = patiently(url, work, patience=self.patience)
         if found is None:
-            forget(url)  # the rest of the rows is still on its way
+            forget(url, transactional=False)  # the rest of the rows is still on its way
             return None
         self._check_proof(found, seqs)
         if self.layout.id not in found.column_names:

@@ -781,7 +781,7 @@ def _first(url: str, sql: str, most: int) -> tuple[pa.Table, bool]:
 
     found, whole = patiently(url, work)
     if not whole:
-        forget(url)  # the rest of the rows is still on its way
+        forget(url, transactional=False)  # the rest of the rows is still on its way
     return found, whole
 
 

@@ -15,15 +15,17 @@ import trio
 
 from replicad.errors import DownstreamError, UsageError
 from replicad.postgres.bridge import Database
+from replicad.spark import enrich
 from replicad.spark.lake import Lake
 from replicad.spark.local import writing
-from replicad.spark.local.config import LocalConfig
+from replicad.spark.local.config import LocalConfig, SinkMaker
 from replicad.spark.local.engine import run_local
 from replicad.spark.local.file import load_local
 from replicad.spark.local.groups import PostgresTables
 from replicad.spark.local.tables import attach_new
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks import parquet
+from replicad.spark.sinks.postgres import PostgresSink
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon
@@ -181,6 +183,23 @@ async def test_batches_that_a_crash_of_the_downstream_takes_away_are_written_aga
             await eventually(lambda: psql(shop.source, "SELECT count(*) FROM tube.shop") == "0")
     assert psql(shop.source, "SELECT count(*) FROM tube.shop") == "0"
     assert shop.is_equal()
+
+
+@pytest.mark.parametrize("consistency", ["rows", "transaction"])
+async def test_rows_that_are_longer_than_a_piece_reach_a_downstream_in_the_same_database(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, consistency: str
+) -> None:
+    """A look-up that is given up closes its connection, and neither the downstream's nor, for ever, the snapshot's."""
+    maker = SinkMaker("postgres", lambda _schema, table: PostgresSink(shop.source, f'dw."{table}"'), shop.source)
+    config = replace(shop.config, downstreams={"same": maker}, consistency=consistency)
+    monkeypatch.setattr(enrich, "PIECE", 1 << 20)
+    content = "SELECT md5(string_agg(name, ',' ORDER BY id)) FROM {}customer"
+    async with running(config):
+        await eventually(lambda: psql(shop.source, "SELECT to_regclass('dw.customer') IS NOT NULL") == "t")
+        psql(shop.source, "UPDATE customer SET name = repeat(md5(id::text), 10000) WHERE id <= 40")
+        await eventually(
+            lambda: psql(shop.source, content.format("dw.")) == psql(shop.source, content.format("")) != ""
+        )
 
 
 async def test_a_column_downstream_that_gets_a_narrower_type_ends_the_run(shop: Shop) -> None:

@@ -93,8 +93,12 @@ class TableGroup(ABC):
         """Make what the group needs beside its tables, which were prepared. Called again when there are others."""
 
     @abstractmethod
-    def write(self, batch: BatchId, tables: Sequence[TableChanges], more: LookUpMore) -> Applied:
-        """Write a batch. Raises as `Sink.apply`."""
+    def write(
+        self, batch: BatchId, tables: Sequence[TableChanges], more: LookUpMore, check: Callable[[], None]
+    ) -> Applied:
+        """Write a batch. `check` is called when all rows were looked up, before anything of a batch of several tables
+        is visible. Raises as `Sink.apply` and `check`.
+        """
 
     @abstractmethod
     def last_batch(self, query: str, sinks: Mapping[str, Sink]) -> dict[str, LastBatch]:
@@ -121,7 +125,13 @@ class SeparateTables(TableGroup):
     def begin(self, tables: Mapping[str, tuple[Sink, Shape]]) -> None:
         """See TableGroup."""
 
-    def write(self, batch: BatchId, tables: Sequence[TableChanges], more: LookUpMore) -> Applied:  # noqa: ARG002
+    def write(
+        self,
+        batch: BatchId,
+        tables: Sequence[TableChanges],
+        more: LookUpMore,  # noqa: ARG002
+        check: Callable[[], None],  # noqa: ARG002
+    ) -> Applied:
         """See TableGroup."""
         written = deleted = 0
         for one in tables:
@@ -261,6 +271,7 @@ class PostgresTables(TableGroup):
     _waits: bool | None = None  # whether rows may wait; None: not known
     _loose: int | None = None  # the number of the last batch that is not flushed
     _level: str = "on"  # what a commit waits for when it is flushed
+    _check: Callable[[], None] = lambda: None  # before a commit
     _oids: dict[str, int] = field(default_factory=dict)  # of the tables, by their names in the source
     _types: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)  # of their columns, with a digest
 
@@ -307,8 +318,11 @@ class PostgresTables(TableGroup):
 
         return patiently(self.url, work, patience=self.patience)
 
-    def write(self, batch: BatchId, tables: Sequence[TableChanges], more: LookUpMore) -> Applied:
+    def write(
+        self, batch: BatchId, tables: Sequence[TableChanges], more: LookUpMore, check: Callable[[], None]
+    ) -> Applied:
         """See TableGroup."""
+        self._check = check
         try:
             return self._attempt(batch, tables, care=False, last=False)
         except DatabaseError as error:
@@ -340,6 +354,7 @@ class PostgresTables(TableGroup):
             with driver.cursor() as cursor:
                 self._enter(driver, cursor, batch.query)
                 applied = self._apply(cursor, batch, tables, care=care, last=last)
+            self._check()
             driver.commit()
             return applied
 

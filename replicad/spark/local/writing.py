@@ -43,7 +43,7 @@ from replicad.protocol.tokens import Cursor
 from replicad.retry import Backoff
 from replicad.spark.checkpoint import LocalCheckpoint
 from replicad.spark.database import connection, driver_error, forget, literal, patiently, quote
-from replicad.spark.enrich import PIECE, EnrichedRows, LookUps
+from replicad.spark.enrich import CHUNK, PIECE, EnrichedRows, LookUps
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.local.backlog import Backlog
 from replicad.spark.local.config import TRANSACTION, LocalConfig
@@ -171,6 +171,7 @@ class DownstreamThread:
         self._works: dict[str, TableWork] = {}
         self._version = -1
         self._number = 0
+        self._chunk = CHUNK  # ids in one look-up
         self._noted = -1  # the last batch that the downstream has for sure
         self._recorded: dict[str, int] = {}
         self._identities: dict[str, str] = {}
@@ -568,7 +569,7 @@ class DownstreamThread:
             return Applied()
         if self._version != self._shared.tables_version:
             self._make_works()
-        with self._snapshot(batch):
+        with self._snapshot(batch) as check:
             split = self._split(batch.touches)
             seq = batch.last_pod
 
@@ -586,7 +587,7 @@ class DownstreamThread:
                 last_pod=seq,
                 term=self._shared.term,
             )
-            applied = self._group.write(name, changes, more)
+            applied = self._group.write(name, changes, more, check)
         written = ["*"] if isinstance(self._group, PostgresTables) else [one.name for one in changes]
         self._recorded.update(dict.fromkeys(written, self._number))
         self._number += 1
@@ -594,6 +595,7 @@ class DownstreamThread:
 
     def _changes(self, work: TableWork, touches: pa.Table, purged: int | None = None) -> TableChanges:
         enricher = work.enricher if purged is None else replace(work.enricher, purged=frozenset({purged}))
+        enricher = enricher if self._chunk == CHUNK else replace(enricher, chunk=self._chunk)
         return TableChanges(work.name, work.sink, work.shape, LookUps(enricher, touches, self._traces))
 
     def _split(self, touches: pa.Table) -> list[tuple[TableWork, pa.Table]]:
@@ -621,10 +623,14 @@ class DownstreamThread:
         return found
 
     @contextmanager
-    def _snapshot(self, batch: _Batch) -> Iterator[None]:
-        """With consistency = "transaction": all look-ups see one state, and the batch has every pod of it."""
+    def _snapshot(self, batch: _Batch) -> Iterator[Callable[[], None]]:
+        """With consistency = "transaction": all look-ups see one state, and the batch has every pod of it.
+
+        Yields a check that raises DatabaseUnavailable if the look-ups did not: the connection was lost, or closed
+        because rows were too long for a piece. The next try reads smaller pieces.
+        """
         if self._config.consistency != TRANSACTION or batch.end is None or self._pods is not None:
-            yield
+            yield lambda: None
             return
         url = self._config.database
         source = connection(url)
@@ -651,9 +657,13 @@ class DownstreamThread:
                 ids = batch.touches.schema.field("id").type
                 early = found.select(["shard", "id", "seq"]).cast(touch_schema(ids))
                 batch.touches = deduplicate(pa.concat_tables([batch.touches, early]))
-            yield
-            if state() != before:
-                self._snapshot_is_lost()
+
+            def check() -> None:
+                if connection(url) is not source or state() != before:
+                    self._snapshot_is_lost()
+
+            yield check
+            self._chunk = CHUNK
         except ReplicadError:
             raise
         except Exception as error:
@@ -666,9 +676,11 @@ class DownstreamThread:
             with suppress(Exception), connection(url).cursor() as cursor:
                 cursor.execute("ROLLBACK")
 
-    @staticmethod
-    def _snapshot_is_lost() -> None:
-        raise DatabaseUnavailable("the connection to the source was lost while a batch was looked up")
+    def _snapshot_is_lost(self) -> None:
+        self._chunk = max(1, self._chunk // 8)
+        raise DatabaseUnavailable(
+            f"the snapshot of a batch was lost, with the connection or by long rows; again with {self._chunk} at once"
+        )
 
     def _write_waiting(self, batch: _Batch) -> Applied:
         """Write the rows that waited for a row of a table that the batch has written, and so on."""

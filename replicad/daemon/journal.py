@@ -409,13 +409,17 @@ class Channel:
             self._at_seal.remove(wake)
 
     def cut(self, error: ReplicadError, positions: Mapping[str, int]) -> None:
-        """Remove all readers and chunks and begin again at `positions`. Readers get `error`."""
+        """Remove all readers and chunks and begin again at `positions`. Readers get `error`.
+
+        A boundary of before is not held any more: who still catches up to it would miss the rows up to `positions`.
+        """
         for reader in self._readers:
             reader.ended = error
             reader.wake()
         self._readers.clear()
         self.chunks.clear()
         self._bytes = 0
+        self.head += 1
         self.tail = self.head
         self.seal(positions)
         self.reader_moved()

@@ -14,7 +14,9 @@ from replicad.errors import (
     DatabaseUnavailable,
     ReplicadError,
     RowUnreadable,
+    SlowReader,
     TableReplaced,
+    TokenExpired,
     UnknownStream,
 )
 from replicad.streams.chunks import Chunk
@@ -205,3 +207,30 @@ async def test_whoever_waits_for_writers_to_be_listed_goes_on_when_they_are(auto
     with trio.fail_after(60):
         await waiting.wait()  # its stream has ended, and so has its subscription
         await lane.change_writers({"d"}, set()).wait()
+
+
+async def test_after_rows_were_trimmed_unread_readers_are_cut_once_and_the_next_rows_are_sent(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    """The copy of before the cut has no rows any more: the next one begins at the target, and is not refused again."""
+
+    class Trimmed(FakeCopier):
+        async def copy(self, after: Any, upto: Any, send: Any) -> int:
+            if after["master"] < 5:
+                raise TokenExpired("rows up to 5 were removed")
+            return await super().copy(after, upto, send)
+
+    lane, _ = lane_of(Trimmed())
+    boundary = lane.channel.boundary
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lane.run)
+        lane.set_target({"master": 7})
+        await trio.sleep(1)
+        assert lane.channel.boundary.positions == {"master": 7}
+        with pytest.raises(SlowReader):  # a client that has caught up to 0 would miss the rows up to 7
+            lane.channel.subscribe(boundary.index, lambda: None, extended=True)
+        reader = lane.channel.subscribe(lane.channel.boundary.index, lambda: None, extended=True)
+        lane.set_target({"master": 9})
+        await trio.sleep(1)
+        assert b"".join(reader.take_nowait()) == b"RDATA s master 8 []\nRDATA s master 9 []\n"
+        nursery.cancel_scope.cancel()

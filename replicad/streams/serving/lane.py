@@ -212,6 +212,7 @@ class Lane:
                 await self._work()
             except TokenExpired as error:
                 log.warning("stream_trimmed_unread", stream=self._stream, error=str(error))
+                self._copied = None  # the rows of before the cut are gone: the next copy begins at the target
                 self.channel.cut(error, self._target)
             except UnknownStream:  # the publisher reads the registry each second, and will end this lane
                 await trio.sleep(self._pace.copy_retry)

@@ -357,7 +357,7 @@ def _copy(rows: pa.Table) -> pa.Table:
     return rows.take(pa.array(range(len(rows)), pa.int64()))
 
 
-FILE_BYTES = 64 << 20  # of rows in memory: four files are held at once, and Arrow's texts end at 2 GiB
+FILE_BYTES = 32 << 20  # of rows in memory: four files are held at once, and a piece of changes beside them
 ROWS_PER_FILE = 50_000  # a changed row rewrites one file, which takes some tens of milliseconds at this size
 KEEP = 600.0  # seconds; a replaced file of 50,000 rows takes about 1 MB meanwhile
 _ORPHAN_AGE = 3600.0  # seconds after which a file without manifest must be from a crash, not from a slow task

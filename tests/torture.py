@@ -51,7 +51,16 @@ def main() -> None:
     text = f"after a failure, look for so long for the shortest schedule that fails (default {SHRINKING}; 0: do not)"
     parser.add_argument("--shrink", type=float, default=SHRINKING, metavar="SECONDS", help=text)
     parser.add_argument("--show", action="store_true", help="print the schedules and play none")
+    parser.add_argument(
+        "--cluster", action="store_true", help="a pipeline on a cluster of Spark (tests/cluster_torture.py)"
+    )
     options = parser.parse_args()
+    if options.cluster:
+        from tests import cluster_torture
+
+        seeds = range(options.seed, options.seed + options.schedules)
+        failed = cluster_torture.torture(seeds, options.seconds)
+        sys.exit(f"{len(failed)} schedules failed: {' '.join(map(str, failed))}" if failed else 0)
     only = [kind for kind in options.only.split(",") if kind]
     if unknown := set(only) - set(KINDS):
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(KINDS)}")

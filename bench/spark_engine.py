@@ -157,6 +157,10 @@ def _tables(servers: System, daemon: Daemon) -> Figure:
         time.sleep(5)  # for the queries to begin
         before = cpu_of_all(driver)
         seconds = _fresh(servers.url, names)
+        if driver.poll() is not None:
+            raise RuntimeError(
+                f"the driver of {TABLES} tables ended: {(servers.folder / 'driver.log').read_text()[-2000:]}"
+            )
         used = (cpu_of_all(driver) - before) / FOLLOWED
     return Figure(
         f"{TABLES} tables in one driver, {TRANSACTIONS} transactions/s, from an UPDATE to its row",

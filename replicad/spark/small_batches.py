@@ -27,7 +27,7 @@ from replicad.spark.options import SourceOptions
 from replicad.spark.touches import Touches, collect
 from replicad.spark.tubes import TubePartition, read_range
 
-MOST_IDS = 10_000  # of a batch; one thread writes so many before a Spark job has begun (docs/spark.md has figures)
+MOST_IDS = 10_000  # of a batch; one thread writes so many before a Spark job has begun
 MOST_BYTES = 16 << 20  # of its rows in memory; a cluster writes more of them beside each other
 PATIENCE = 1.0  # seconds for a database that is away; then a Spark job waits for it
 

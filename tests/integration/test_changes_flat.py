@@ -49,10 +49,10 @@ async def test_the_table_of_changes_stays_flat_beside_a_snapshot_that_is_held(
         holder.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         holder.execute("SELECT count(*) FROM t")
         async with start_daemon(paces=paces):
-            ends, turn = trio.current_time() + SECONDS, 0
-            while trio.current_time() < ends:
+            began, turn = trio.current_time(), 0
+            while trio.current_time() < began + SECONDS:
                 turn += 1
-                due = trio.current_time() + 0.1
+                due = began + turn / 10
                 await database.execute(f"UPDATE t SET n = n + 1 WHERE id % 10 = {turn % 10}")
                 if not LONG and turn % 3 == 0:
                     await database.execute(

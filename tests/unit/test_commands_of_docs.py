@@ -21,7 +21,13 @@ PAGES = sorted(
 INLINE = re.compile(r"`(replicad [a-z][^`\n]*)`")
 LINE = re.compile(r"^(?:\$ |ExecStart=\S*/)?(replicad [a-z][^\n]*(?:\\\n[^\n]*)*)", re.MULTILINE)
 END = re.compile(r"\s(?:[|<>]|&&|#|\d>)(?:\s|$)|;\s|\s{3,}")  # of the command in a line: a pipe, a comment, a column
-NAMES = ("replicad positions", "replicad bell", "replicad deliver", "replicad handle")  # of sessions and spans
+NAMES = (
+    "replicad positions",
+    "replicad bell",
+    "replicad deliver",
+    "replicad handle",
+    "replicad batch",
+)  # of sessions and spans
 
 
 def commands(text: str) -> Iterator[str]:

@@ -31,7 +31,6 @@ from prometheus_client.registry import Collector
 from replicad.daemon.figures import COUNTER, DELAYS, GAUGE, HISTOGRAM, Delays, Family, FigureQuery, Figures, Sample
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
-from replicad.tracing import collected
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import HistogramDataPoint, NumberDataPoint
@@ -246,11 +245,9 @@ async def send_to_collector(
     resource: Mapping[str, str],
 ) -> None:
     """Send the figures of `/metrics` by OTLP over HTTP, every minute (OTEL_METRIC_EXPORT_INTERVAL, in milliseconds),
-    until cancelled. Returns at once if the environment names no collector for metrics. A collector that cannot be
-    reached gets the next figures: sums are cumulative, so nothing is missing from them then.
+    until cancelled. A collector that cannot be reached gets the next figures: sums are cumulative, so nothing is missing
+    from them then. Returns at once where the packages are missing, after an event that says so.
     """
-    if not collected("metrics"):
-        return
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData, ResourceMetrics, ScopeMetrics

@@ -45,6 +45,7 @@ from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
 from replicad.streams.daemons import DAEMON_COLUMNS, DaemonBeat, DaemonReports, Reported
 from replicad.streams.serving.service import daemon_name
+from replicad.tracing import collected
 
 # The pages of `serve --http`. Each answers within a bounded time, from the daemon's memory. Rows: `streams`.
 
@@ -244,7 +245,7 @@ class HttpPages:
         return Answer.of_type(content_type, page)
 
     async def push(self) -> None:
-        """Send the figures to the collector of OpenTelemetry that the environment names, if it names one."""
+        """Send the figures to the collector of OpenTelemetry that the environment names."""
         named = {"service.version": self._version, "service.instance.id": self._host.settings.server_name}
         await send_to_collector(self.families(), self._samples, self._looks.refresh, named)
 
@@ -321,7 +322,8 @@ class HttpServer:
                 self._acceptor = acceptor
                 nursery.start_soon(keep_running, self._looks.run, "service", "figures", host.troubles)
                 nursery.start_soon(keep_running, self._pages.history.run, "service", "history", host.troubles)
-                nursery.start_soon(keep_running, self._pages.push, "service", "collector", host.troubles)
+                if collected("metrics"):
+                    nursery.start_soon(keep_running, self._pages.push, "service", "collector", host.troubles)
                 nursery.start_soon(acceptor.accept_forever, queues)
                 task_status.started()
                 await trio.sleep_forever()

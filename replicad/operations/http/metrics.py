@@ -245,8 +245,8 @@ async def send_to_collector(
     resource: Mapping[str, str],
 ) -> None:
     """Send the figures of `/metrics` by OTLP over HTTP, every minute (OTEL_METRIC_EXPORT_INTERVAL, in milliseconds),
-    until cancelled. A collector that cannot be reached gets the next figures: sums are cumulative, so nothing is missing
-    from them then. Returns at once where the packages are missing, after an event that says so.
+    until cancelled. A collector that cannot be reached gets the next figures: sums are cumulative, so nothing is
+    missing from them then. Returns at once where the packages are missing, after an event that says so.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter

@@ -175,10 +175,9 @@ async def test_a_collector_gets_the_figures_of_the_daemon_and_is_told_of_again_a
     counters = [one for one in scope.metrics if one.HasField("sum")]
     assert counters
     assert all(one.name.endswith("_total") and one.sum.is_monotonic for one in counters)
-    assert [event["event"] for event in events if event["event"].startswith("metrics_")] == [
-        "metrics_not_exported",
-        "metrics_exported",
-    ]
+    told = [event for event in events if event["event"].startswith("metrics_")]
+    assert [event["event"] for event in told] == ["metrics_not_exported", "metrics_exported"]
+    assert "400" in told[0]["error"], "the log says why"
 
 
 def test_delays_are_sent_with_their_ranges() -> None:

@@ -238,6 +238,16 @@ def _without(page: bytes, *, headers: bool) -> bytes:
     return kept
 
 
+class _LastMessage(logging.Handler):
+    """The last message of a library that tells its failures by its log alone."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.text = " ".join(record.getMessage().split())[:500]
+
+
 async def send_to_collector(
     families: Iterable[Family],
     samples: Callable[[], Iterable[Sample]],
@@ -260,7 +270,10 @@ async def send_to_collector(
         {"service.name": "replicad", **resource} if not os.environ.get("OTEL_SERVICE_NAME") else resource
     )
     exporter = await trio.to_thread.run_sync(partial(OTLPMetricExporter, timeout=TAKES))
-    logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # the events below say it
+    said = _LastMessage()
+    library = logging.getLogger("opentelemetry.exporter.otlp.proto.http")
+    library.handlers[:] = [said]  # of one before, if this begins anew
+    library.propagate = False  # the events below say it, once
     families, began, failing = (*families, LEFT_OUT), time.time_ns(), False
     while True:
         await refresh()
@@ -280,7 +293,9 @@ async def send_to_collector(
             failing = not failing
             if failing:
                 log.warning(
-                    "metrics_not_exported", remedy="see that the collector of OTEL_EXPORTER_OTLP_ENDPOINT answers"
+                    "metrics_not_exported",
+                    error=said.text,
+                    remedy="see that the collector of OTEL_EXPORTER_OTLP_ENDPOINT answers",
                 )
             else:
                 log.info("metrics_exported", collector="takes them again")

@@ -7,9 +7,8 @@ for the disk of the one before. `flush` waits for the disk, for many batches at 
 server that crashes before loses the last of them, never one in the middle. The number of the last batch says so
 (CommitsLost), and they are written again.
 
-In Postgres the order
-follows the foreign keys of the tables downstream: rows are deleted in children first, and written in parents first;
-deferrable constraints are deferred. That suffices nearly always.
+In Postgres the order follows the foreign keys of the tables downstream: rows are deleted in children first, and written
+in parents first; deferrable constraints are deferred. That suffices nearly always.
 
 If Postgres refuses a batch because of a foreign key or a unique value, the batch is written once more *with care*. The
 rows that are in the way are looked up in the source and written in the same transaction: parents that are missing,

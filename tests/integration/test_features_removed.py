@@ -27,10 +27,7 @@ UNIT = ROOT / "tests/unit"
 FEATURES = ("presence", "caches", "sharding", "sender", "redis", "spark", "operations", "conform", "nats")
 GOES_ALONG = {"spark": "demo"}  # the demonstration shows Spark
 LINES = {"presence": "USER_SYNC w1 @a:b PHONE start 5"}  # what the feature's clients would send
-OF_ALL = {  # tests of what all features have together
-    "test_citations.py", "test_desired.py", "test_faces.py", "test_protocol_page.py", "test_sql_files.py",
-    "test_sql_page.py",
-}  # fmt: skip
+OF_ALL = {"test_desired.py", "test_protocol_page.py"}  # tests of what all features have together
 OF_REPOSITORY = "parents[2]"  # so does a test find pages and the like, which a copy has not
 COMMANDS_OF_ALL = {"test_protocol_commands.py", "test_protocol_characters.py"}  # cases of presence among the others
 

@@ -13,8 +13,8 @@ from replicad.postgres.bridge import Database
 from replicad.streams.registry import Registry
 from tests.commands import replicad_async
 from tests.daemons import Daemon
+from tests.house.test_commands_of_docs import END, ROOT, commands
 from tests.roles import DAEMON, as_daemon
-from tests.unit.test_commands_of_docs import END, ROOT, commands
 
 PAGES = ("docs/alerts.md", "docs/restoring.md", "docs/schema-changes.md")
 PROGRAMS = ("replicad serve --http", "replicad sender")  # they run until they are stopped, and other tests start them

@@ -2,7 +2,7 @@
 
 tests/proof/defects/NAME.patch has the defect in a sentence, the commit that mended it, the commands that must fail with
 it, and the change. `make proof PROOF_ARGS=--defects` applies each to a copy of the source and runs its commands. A
-patch that does not apply any more is written anew for the code as it is now (tests/unit/test_proof_defects.py).
+patch that does not apply any more is written anew for the code as it is now (tests/house/test_proof_defects.py).
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ import socket
 
 import pytest
 import trio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicad.daemon.outbox import IN_ORDER, MUCH, Outlet, Rounds
+from tests.lengths import examples
 
 
 class Turn(trio.abc.Instrument):
@@ -45,6 +46,7 @@ async def test_no_turn_of_the_event_loop_has_more_sends_than_a_round() -> None:
     assert rounds.waits > 200
 
 
+@settings(max_examples=examples(40))
 @given(early=st.integers(8, 20), late=st.integers(8, 20), head=st.integers(20, 60), sends=st.sampled_from([2, 4, 8]))
 def test_clients_that_begin_later_reach_the_others(early: int, late: int, head: int, sends: int) -> None:
     """When there are fewer places than clients, so that what was read for the first ones serves the later ones."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.house.test_proof import functions
 from tests.proof.catalogue import ROOT, Command
 from tests.proof.defects import Defect, apply, defects
-from tests.unit.test_proof import functions
 
 
 @pytest.mark.parametrize("defect", defects(), ids=lambda one: one.name)

@@ -96,6 +96,6 @@ def test_a_promise_is_found_wherever_it_stands() -> None:
     text = "# Only a head\nIt never\nstops. It\ndoes. Nothing more.\n\n"
     text += "| a | cannot be |\n- an *only*\n  child\n```\nonly\n```\n"
     assert promises(text) == ["It never stops.", "Nothing more.", "cannot be", "an *only* child"]
-    assert not exists("unit/test_promises.py::test_none")
-    assert not exists("unit/test_promises.py")
-    assert exists("unit/test_promises.py::test_a_promise_is_found_wherever_it_stands")
+    assert not exists("house/test_promises.py::test_none")
+    assert not exists("house/test_promises.py")
+    assert exists("house/test_promises.py::test_a_promise_is_found_wherever_it_stands")

@@ -26,6 +26,7 @@ from replicad.spark.sinks.base import BatchId, Shape
 from replicad.spark.sinks.delta import CHANGES, ROWS, DeltaSink
 from replicad.spark.sinks.delta_files import files_of
 from replicad.spark.sinks.delta_upkeep import TableUpkeep
+from tests.conftest import PATIENCE
 from tests.lengths import LONG
 
 SHAPE = Shape(
@@ -273,12 +274,12 @@ def test_a_reader_sees_whole_batches_beside_a_writer_that_is_killed(tmp_path: Pa
         with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"
-            until = time.monotonic() + 0.7
-            while time.monotonic() < until:
+            enough, until = len(set(names)) + 3, time.monotonic() + PATIENCE
+            while len(set(names)) < enough and time.monotonic() < until:
                 names.append(one_name(folder))
             writer.kill()
         names.append(one_name(folder))
-    assert len(set(names)) > 3
+    assert len(set(names)) > 5
     assert sorted(names, key=lambda name: int(name[1:])) == names, "a later reader sees a later batch"
 
 

@@ -69,6 +69,69 @@ async def test_an_update_of_any_number_of_rows_is_recorded_once_for_each_row(dat
     assert [tuple(row) for row in found] == [("i", rows, rows), ("u", rows, rows)]
 
 
+NAMES = ("r", "t", "n", "q", "gone", "data", "change_new", "change_moment", "Key 1")  # as in the SQL of triggers
+
+
+async def test_columns_may_have_the_names_that_the_trigger_uses(database: Database) -> None:
+    columns = ", ".join(f'"{name}" integer DEFAULT {number}' for number, name in enumerate(NAMES))
+    await record(database, f"CREATE TABLE t (key integer PRIMARY KEY, {columns})", key=("key",), filters=("n", "r"))
+    row = {"key": 1} | {name: number for number, name in enumerate(NAMES)}
+    await database.execute(
+        "INSERT INTO t VALUES (1); UPDATE t SET r = 10; DO $$ BEGIN UPDATE t SET t = 11; UPDATE t SET q = 12; END $$"
+    )
+    assert await changes(database) == [
+        ("i", 1, row),
+        ("d", 1, None),
+        ("i", 1, row := row | {"r": 10}),
+        ("u", 1, row := row | {"t": 11}),
+        ("u", 1, row | {"q": 12}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "old", "new"),
+    [
+        ("a numeric", ["1.0"], ["1.00"]),
+        ("a integer[]", ["'{1}'", "'{2,3}'"], ["'{1}'", "'{2,4}'"]),
+        ("a text, b date", ["'x', '2026-01-01'"], ["'x', '2026-01-02'"]),
+        ("a text, b integer[]", ["'x', '{}'"], ["'x', '{{1}}'"]),
+        ("a jsonb", ["'[1.0]'"], ["'[1.00]'"]),
+    ],
+)
+async def test_keys_of_any_type_stay_or_change_as_they_are_sent(
+    database: Database, columns: str, old: list[str], new: list[str]
+) -> None:
+    names = [column.split()[0] for column in columns.split(", ")]
+    await record(database, f"CREATE TABLE t ({columns}, n integer, PRIMARY KEY ({', '.join(names)}))")
+    for row in old:
+        await database.execute(f"INSERT INTO t VALUES ({row})")
+    before = await changes(database)
+    await database.execute("UPDATE t SET n = 1")
+    assert [found[:2] for found in (await changes(database))[len(old) :]] == [("u", key) for _, key, _ in before]
+    await database.execute(
+        f"UPDATE t SET ({', '.join(names)}) = ROW({new[-1]}) WHERE ({', '.join(names)}) = ({old[-1]})"
+    )
+    rows = await database.fetch("SELECT op::text, key::text FROM replicad.change_1 ORDER BY id")
+    lost, got = sorted(map(tuple, rows[2 * len(old) :]))
+    assert (lost[0], got[0]) == ("d", "i")
+    assert lost[1] == rows[len(old) - 1]["key"] != got[1]
+
+
+async def test_a_column_of_another_type_and_place_but_an_old_name_is_described_and_sent(database: Database) -> None:
+    await record(database, 'CREATE TABLE t (gone json, id text COLLATE "C" PRIMARY KEY, n integer)', filters=("n",))
+    await database.execute("INSERT INTO t VALUES ('[]', '1', 5); UPDATE t SET gone = NULL")
+    await database.execute(
+        "ALTER TABLE t DROP COLUMN gone, ALTER COLUMN id TYPE integer USING id::integer,"
+        "ALTER COLUMN n TYPE json USING to_json(n)"
+    )
+    await database.execute("UPDATE t SET id = id; DELETE FROM t")
+    assert await changes(database) == [
+        ("i", "1", {"gone": [], "id": "1", "n": 5}),
+        ("u", "1", {"gone": None, "id": "1", "n": 5}),
+        ("s", None, ["id", "n"]), ("u", 1, {"id": 1, "n": 5}), ("d", 1, None),
+    ]  # fmt: skip
+
+
 async def test_rows_that_leave_or_enter_the_condition_are_deleted_and_inserted(database: Database) -> None:
     await record(database, where="t.customer > 5 -- only these", old=True)
     await database.execute("INSERT INTO t VALUES (1, 7), (2, 1)")

@@ -14,6 +14,7 @@ import pytest
 from replicad.postgres import schema, schema_text
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.schema import Outcome, Part
+from replicad.streams.registry import Registry
 from tests.conftest import psql
 from tests.roles import ROLES
 from tests.schema import catalogue, pin, release
@@ -25,7 +26,9 @@ RELEASES = [*sorted((Path(__file__).parents[1] / "schema").glob("v*.sql")), None
 
 # Functions of a release that the present version lacks or declares otherwise, each with the reason why no program of
 # that release is broken by it: "release: schema.name(types)" -> reason.
-CHANGED_FUNCTIONS: dict[str, str] = {}
+CHANGED_FUNCTIONS: dict[str, str] = {
+    "v0.1.0: replicad.stream_change_usual(c replicad.stream_changes)": "only functions of the schema called it",
+}
 
 # An installation in use, made by the functions of the release.
 IN_USE = """
@@ -185,6 +188,27 @@ async def test_upgrading_a_release_in_use_keeps_every_row(
     assert {table: len(after[table]) for table in kept} == {table: len(found) for table, found in kept.items()}
     for table, found in kept.items():
         assert [{key: row[key] for key in one} for row, one in zip(after[table], found, strict=True)] == found, table
+
+
+async def test_the_trigger_functions_of_a_release_record_until_the_next_look_makes_them_anew(
+    before: str, database: Database
+) -> None:
+    await database.execute(
+        "CREATE TABLE goods (id integer PRIMARY KEY, n integer); SET search_path = replicad;"
+        "SELECT stream_add_changes('goods', 'public.goods'); RESET search_path; INSERT INTO goods VALUES (1, 1)"
+    )
+    await install_all(database)
+    await database.execute("UPDATE goods SET n = 2; BEGIN; UPDATE goods SET n = 3; UPDATE goods SET id = 2; COMMIT")
+    registry = Registry(database)
+    assert await registry.look_after_changes() == []
+    body = "SELECT prosrc = replicad.stream_change_body(1, 1) FROM pg_proc WHERE proname = 'change_1'"
+    async with database.connection() as connection:
+        await connection.execute("SET search_path = replicad")
+        assert await connection.fetch_value(body)
+        await connection.execute("RESET search_path")
+    await database.execute("UPDATE goods SET n = 4; DELETE FROM goods")
+    ops = await database.fetch("SELECT op::text FROM replicad.change_1 WHERE op <> 's' ORDER BY id")
+    assert "".join(row["op"] for row in ops) in ("iuudiud", "iuuidud")
 
 
 async def test_every_function_of_a_release_keeps_its_arguments_and_result_after_an_upgrade(

@@ -7,11 +7,13 @@ next batch. A small batch is written by the driver itself (small_batches.py), ot
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import IO, Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -44,7 +46,8 @@ _SUMMARY = pa.schema(
     [(name.strip("`"), _ARROW[kind]) for name, kind in (column.split() for column in SUMMARY_DDL.split(", "))]
 )
 KIND, NOTE = "_replicad_kind", "_replicad_note"
-WRITE, DELETE, STATISTICS = "W", "D", "S"
+WRITE, DELETE, STATISTICS = "W", "D", "S"  # in this order of letters a touched id comes before its row
+KEPT_IN_MEMORY = 16 << 20  # bytes of what a transform returned for a task; beyond that they are kept in a file
 _TASK_BITS = 16  # of a task's number; the bits above are the number of tasks that write after a transform
 
 
@@ -92,23 +95,95 @@ def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[
     """Write the rows that a transform returned (KIND is W) and delete the touched ids (KIND is D) that it did not
     return.
 
-    There are `tasks` tasks, and all rows of a shard are in one task.
+    There are `tasks` tasks. All rows of a shard are in one task, in the order of shard, id and KIND.
     """
 
     def work(batches: Batches) -> Batches:
-        held = list(batches)
-        if not held:
-            return
-        rows = pa.Table.from_batches(held)
-        kind = rows.column(KIND)
-        writes = conform(rows.filter(pc.equal(kind, WRITE)), shape.schema)
-        touched = conform(rows.filter(pc.equal(kind, DELETE)), shape.keys)
-        absent = touched.join(writes.select(["_shard", shape.id]), keys=["_shard", shape.id], join_type="left anti")
-        changes = [EnrichedRows(writes, conform(absent, shape.keys))]
-        applied = sink.apply(shape, batch, tasks << _TASK_BITS | _task_number(), changes)
+        with KeptBatches() as kept:
+            for one in batches:
+                kept.add(one)
+            if not kept.rows:
+                return
+            applied = sink.apply(shape, batch, tasks << _TASK_BITS | _task_number(), TransformedRows(kept, shape))
         yield _summary(None, applied)
 
     return work
+
+
+class KeptBatches(Iterable[pa.RecordBatch]):
+    """Batches that come once and can be gone through several times: in memory, or in a file if they are large."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._held: list[pa.RecordBatch] = []
+        self._size = 0
+        self._file: IO[bytes] | None = None
+        self._writer: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()  # it has no name, so it is gone
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Add a batch. All have one schema, and none is added any more when they are gone through."""
+        self.rows += batch.num_rows
+        self._size += batch.nbytes
+        self._held.append(batch)
+        if self._size <= KEPT_IN_MEMORY:
+            return
+        if self._file is None:
+            folder = os.environ.get("SPARK_LOCAL_DIRS", "").partition(",")[0] or None  # of a worker of Spark
+            self._file = tempfile.TemporaryFile(prefix="replicad-", dir=folder)  # noqa: SIM115 - see __exit__
+            self._writer = pa.ipc.new_stream(self._file, batch.schema)
+        for one in self._held:
+            self._writer.write_batch(one)
+        self._held.clear()
+
+    def __iter__(self) -> Batches:
+        if self._file is None:
+            yield from self._held
+            return
+        self._file.seek(0)
+        yield from pa.ipc.open_stream(self._file)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformedRows(Iterable[EnrichedRows]):
+    """The changes that a transform has left of touches, a batch at a time; within a shard their ids ascend."""
+
+    batches: KeptBatches
+    shape: Shape
+
+    def __iter__(self) -> Iterator[EnrichedRows]:
+        last: pa.Table | None = None  # whether a touched id is deleted depends on the row behind it
+        for batch in self.batches:
+            rows = pa.table(batch)
+            if last is not None:
+                rows = pa.concat_tables([last, rows])
+            touched = rows.num_rows > 0 and rows.column(KIND)[-1].as_py() == DELETE
+            last = rows.take([rows.num_rows - 1]) if touched else None  # a slice would keep all of the batch
+            yield self._changes(rows, rows.num_rows - touched)
+        if last is not None:
+            yield self._changes(last, 1)
+
+    def _changes(self, rows: pa.Table, count: int) -> EnrichedRows:
+        """The changes of the first `count` rows."""
+        same = [pa.array([False])]
+        if rows.num_rows > 1:
+            pairs = [
+                pc.equal(column.slice(0, rows.num_rows - 1), column.slice(1))
+                for column in (rows.column("_shard").combine_chunks(), rows.column(self.shape.id).combine_chunks())
+            ]
+            same.insert(0, pc.and_(*pairs))
+        behind = pa.concat_arrays(same).slice(0, count)  # whether the next row has the same key
+        rows = rows.slice(0, count)
+        kind = rows.column(KIND)
+        writes = rows.filter(pc.equal(kind, WRITE))
+        deletes = rows.filter(pc.and_(pc.equal(kind, DELETE), pc.invert(behind)))
+        return EnrichedRows(conform(writes, self.shape.schema), conform(deletes, self.shape.keys))
 
 
 def _task_number() -> int:
@@ -347,6 +422,7 @@ class BatchRunner:
             )
             work = run_sink(self.sink, self.shape, batch, TASKS_AFTER_TRANSFORM)
             placed = both.repartition(TASKS_AFTER_TRANSFORM, "_shard")
+            placed = placed.sortWithinPartitions("_shard", self.shape.id, KIND)
             rows = _collect(placed.mapInArrow(work, SUMMARY_DDL))
             notes = enriched.where(F.col(KIND) == STATISTICS).select(NOTE).collect()
             blank = {"written": 0, "deleted": 0, "repeated": False, "note": ""}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -34,11 +34,16 @@ from replicad.spark.sinks.delta import CHANGES, DeltaSink
 from replicad.spark.sinks.delta_upkeep import UpkeepThread
 from replicad.spark.sinks.postgres import CREATED, PostgresSink, ask
 
+T = TypeVar("T")
+
 log = get_logger("replicad.history")
 
 MOST_PRESENT = 5_000_000  # present versions, whose keys are in memory: some 200 bytes each
 _PAGE = 10_000  # versions that are read or written at once
 _PIECE = 2_000  # changes of a batch, at most: their old versions are in memory too
+MOST_BYTES = (
+    16 << 20
+)  # of the lines of a batch, and of the old versions; as values of Python they take several times that
 
 _TIME = pa.timestamp("us", tz="UTC")
 FROM, TO, TOKEN, KEY, DIGEST = "_from", "_to", "_token", "_key", "_digest"
@@ -76,11 +81,12 @@ class _Pieces:
     gone: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[EnrichedRows]:
-        for place in range(0, max(len(self.changed), len(self.gone)), _PAGE):
-            versions = self.history.versions(self.changed[place : place + _PAGE])
+        for _, versions in self.history.looked_up(self.changed, lambda number: number):
             for version in versions.values():
                 self.change(version)
-            yield self.history.as_rows(list(versions.values()), self.gone[place : place + _PAGE])
+            yield self.history.as_rows(list(versions.values()))
+        for place in range(0, len(self.gone), _PAGE):
+            yield self.history.as_rows([], self.gone[place : place + _PAGE])
 
 
 class TableHistory:
@@ -101,6 +107,7 @@ class TableHistory:
         self._latest = datetime.min.replace(tzinfo=UTC)  # no version begins or ends before one that was written earlier
         self._present: dict[str, int] = {}  # number of the present version of each key
         self._columns: frozenset[str] | None = None  # of the changes; None: not described yet
+        self._at_once = _PAGE  # versions that are looked up at once
 
     # --- reading ---
 
@@ -161,22 +168,42 @@ class TableHistory:
         shape = Shape(pa.schema([*chosen, *_OTHERS]), FROM, key=(FROM,))
         after: int | None = None
         while True:
-            page = self.sink.rows(shape, None, after=after, limit=_PAGE).to_pylist()
+            rows = self.sink.rows(shape, None, after=after, limit=_PAGE)
+            assert rows is not None
+            page = rows.to_pylist()
             yield page
             if len(page) < _PAGE:
                 return
             after = page[-1][FROM]
 
-    def versions(self, numbers: Sequence[int]) -> dict[int, Version]:
-        """Versions by their numbers."""
+    def looked_up(
+        self, things: Sequence[T], number_of: Callable[[T], int | None]
+    ) -> Iterator[tuple[Sequence[T], dict[int, Version]]]:
+        """Go through `things`, in pieces, with the versions that they name: at most `_PAGE`, and about `MOST_BYTES`; a
+        longer version is a piece of its own.
+        """
+        at = 0
+        while at < len(things):
+            piece = things[at : at + self._at_once]
+            numbers = {number for thing in piece if (number := number_of(thing)) is not None}
+            rows = self._versions(sorted(numbers))
+            if rows is None:
+                self._at_once = max(1, len(piece) // 4)
+                continue
+            yield piece, {version[FROM]: version for version in rows.to_pylist()}
+            at += len(piece)
+            if rows.nbytes < MOST_BYTES // 4:
+                self._at_once = min(_PAGE, 2 * self._at_once)
+
+    def _versions(self, numbers: Sequence[int]) -> pa.Table | None:
+        """Versions by their numbers. None: they are several, and have more than `MOST_BYTES`."""
         if not numbers:
-            return {}
-        rows = self.sink.rows(self.shape, None, ids=pa.array(numbers, pa.int64()))
-        found = {version[FROM]: version for version in rows.to_pylist()}
-        if len(found) < len(numbers):
-            missing = min(set(numbers) - found.keys())
+            return self.shape.schema.empty_table()
+        rows = self.sink.rows(self.shape, None, ids=pa.array(numbers, pa.int64()), most_bytes=MOST_BYTES)
+        if rows is not None and len(rows) < len(numbers):
+            missing = min(set(numbers).difference(rows.column(FROM).to_pylist()))
             raise DownstreamError(f"{self._where} has no version {missing} any more: another program writes to it")
-        return found
+        return rows
 
     # --- writing ---
 
@@ -188,11 +215,12 @@ class TableHistory:
             DownstreamError: the downstream cannot hold a value, or another process writes the same history.
         """
         held: list[_Recorded] = []
+        size = 0  # of their lines
         for token, line in lines:
             found = parse_change(line, self._stream)
             if found["op"] == "s":
                 self._write(held, epoch)
-                held = []
+                held, size = [], 0
                 self._describe(found["row"]["columns"])
                 continue
             if token <= self.done:
@@ -201,13 +229,14 @@ class TableHistory:
             change = _Recorded(found["op"], as_json(found.get("key")), found.get("row"), at, token)
             if change.op == "t":
                 self._write(held, epoch)
-                held = []
+                held, size = [], 0
                 self._end_all(change, epoch)
                 continue
             held.append(change)
-            if len(held) == _PIECE:
+            size += len(line)
+            if len(held) == _PIECE or size > MOST_BYTES:
                 self._write(held, epoch)
-                held = []
+                held, size = [], 0
         self._write(held, epoch)
 
     def _describe(self, columns: list[dict[str, str]]) -> None:
@@ -240,11 +269,13 @@ class TableHistory:
             self._prepare()
 
     def _write(self, changes: list[_Recorded], epoch: str | None) -> None:
-        """One batch."""
-        if not changes:
-            return
+        """One batch, or several if the old versions are long."""
+        for piece, there in self.looked_up(changes, lambda change: self._present.get(change.key)):
+            self._write_piece(piece, there, epoch)
+
+    def _write_piece(self, changes: Sequence[_Recorded], there: dict[int, Version], epoch: str | None) -> None:
+        """One batch. `there` has the present versions of its keys."""
         known = {change.key: self._present[change.key] for change in changes if change.key in self._present}
-        there = self.versions(list(known.values()))
         present = {key: there[number] for key, number in known.items()}
         written: dict[int, Version] = {}
         for change in changes:

@@ -370,3 +370,47 @@ def test_rows_without_unchanged_columns_and_values_that_cannot_be_held(tmp_path:
     with pytest.raises(UsageError, match="no changes of a table"):
         history.take([(6, '{"a": 1}')], "ab12")
     assert len(held(target)) == 2
+
+
+@pytest.mark.parametrize("kind", ["postgres", "delta"])
+def test_a_batch_of_long_rows_is_bounded_in_bytes(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Forty rows of 100 kB, which are written, changed by short changes, and ended together."""
+    target = database_url if kind == "postgres" else f"delta:{tmp_path / 'lake'}"
+    rows, width, bound = 40, 100_000, 800_000
+    monkeypatch.setattr(module, "MOST_BYTES", bound)
+    history = history_of(target)
+    history.begin()
+    sizes: list[int] = []
+    as_rows = TableHistory.as_rows
+
+    def watched(history: TableHistory, versions: Any, gone: Any = ()) -> Any:
+        found = as_rows(history, versions, gone)
+        sizes.append(found.writes.nbytes)
+        return found
+
+    monkeypatch.setattr(TableHistory, "as_rows", watched)
+
+    def change(op: str, id_: int, **row: Any) -> str:
+        return json.dumps({"op": op, "key": id_, "row": row, "schema": 1, "at": "2026-01-01T00:00:00Z"})
+
+    lines = [json.dumps({"op": "s", "row": {"columns": DESCRIBED}, "schema": 1, "at": "x"})]
+    lines += [change("i", one, id=one, text=f"{one:0{width}}", due=None) for one in range(rows)]
+    history.take(list(enumerate(lines, 1)), "ab12")
+    assert (max(sizes) <= bound + 2 * width, sum(sizes) >= rows * width, history.written >= 5) == (True, True, True)
+    sizes.clear()
+    short = [change("u", one, id=one, due="2026-01-02") for one in range(rows)]
+    history.take(list(enumerate(short, 1000)), "ab12")
+    assert max(sizes) <= 2 * bound + 2 * width, "the old versions and the new ones"
+    assert sum(sizes) >= 2 * rows * width
+    sizes.clear()
+    emptied = json.dumps({"op": "t", "schema": 1, "at": "2026-01-03T00:00:00Z"})
+    history.take([(2000, emptied)], "ab12")
+    assert max(sizes) <= bound + 2 * width
+    found = held(target)
+    assert [(row["_from"], row["_to"], str(row["due"])) for row in found] == [
+        *((2 + one, 1000 + one, "None") for one in range(rows)),
+        *((1000 + one, 2000, "2026-01-02") for one in range(rows)),
+    ]
+    assert all(row["text"] == f"{row['id']:0{width}}" for row in found)

@@ -6,26 +6,32 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import trio
 
 from replicad.errors import DownstreamError, UsageError
 from replicad.postgres.bridge import Database
+from replicad.protocol.tokens import Cursor
 from replicad.spark import enrich
 from replicad.spark.lake import Lake
 from replicad.spark.local import writing
+from replicad.spark.local.backlog import Backlog
 from replicad.spark.local.config import LocalConfig, SinkMaker
 from replicad.spark.local.engine import run_local
 from replicad.spark.local.file import load_local
 from replicad.spark.local.groups import PostgresTables
 from replicad.spark.local.tables import attach_new
+from replicad.spark.local.touchlog import TouchChunk
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks import parquet
 from replicad.spark.sinks.postgres import PostgresSink
+from replicad.tubes.columns import schema as pods_schema
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon
@@ -315,6 +321,25 @@ async def test_two_downstreams_share_a_touch_and_one_that_fails_holds_nothing(
         psql(target_url, "ALTER TABLE away RENAME TO customer")
         await eventually(shop.is_equal)
         await eventually(lambda: psql(database_url, "SELECT count(*) FROM tube.shop_copy") == "0")
+
+
+async def test_a_backlog_is_bounded_in_bytes(
+    database: Database, database_url: str, target_url: str, daemon: Daemon, tmp_path: Path
+) -> None:
+    """Five ids of 2 kB, where a backlog may have fifty ids."""
+    more = f'[downstream.lake]\nkind = "parquet"\nfolder = "{tmp_path}/lake/{{schema}}.{{table}}"'
+    psql(database_url, SHOP)
+    shop = shop_of(database_url, target_url, daemon, tmp_path, more)
+    config = replace(shop.config, options={**shop.config.options, "keys": "text"}, backlog_ids=50)
+    keys = [f"{number:02000}" for number in range(5)]
+    row = {"seq": 1, "op": "U", "shard": 1, "ids": keys, "payload": None, "ts": datetime.now(UTC)}
+    pods = pa.RecordBatch.from_pylist([row], schema=pods_schema(payload=True, keys="text"))
+    backlog = Backlog(config, "copy")
+    assert backlog.may_grow()
+    backlog.add(TouchChunk.of(1, [pods], Cursor(1, 0)))
+    assert not backlog.may_grow()
+    after_restart = Backlog(config, "copy")
+    assert (after_restart.is_used, after_restart.may_grow()) == (True, False)
 
 
 FAMILY = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ import pytest
 from helpers import psql
 from index_server import IndexServer
 
+from replicad.spark import batches
+from replicad.spark.batches import DELETE, KIND, WRITE, run_sink
 from replicad.spark.database import forget
 from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks import parquet
-from replicad.spark.sinks.base import BatchId, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
@@ -94,3 +96,65 @@ def test_a_downstream_holds_some_chunks_of_the_rows_of_a_task(database_url: str,
         assert min(sizes) >= 1_000
     if kind == "postgres":
         assert psql(database_url, "SELECT count(*) FROM dw.cities") == str(ROWS)
+
+
+def keys_of(rows: pa.Table) -> list[tuple[int, int]]:
+    return list(zip(rows.column("_shard").to_pylist(), rows.column("id").to_pylist(), strict=True))
+
+
+class Twice(Sink):
+    """Goes through the changes twice, as a sink whose first try fails; `most` is the memory that was used meanwhile."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.tries: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
+
+    def prepare(self, shape: Shape) -> None: ...
+
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[EnrichedRows]) -> Applied:
+        for _ in range(2):
+            written: list[tuple[int, int]] = []
+            deleted: list[tuple[int, int]] = []
+            for change in changes:
+                written += keys_of(change.writes)
+                deleted += keys_of(change.deletes)
+                self.most = max(self.most, pa.total_allocated_bytes())
+            self.tries.append((written, deleted))
+        return Applied(len(written), len(deleted))
+
+
+def transformed(rows: int, of_batch: int, width: int) -> Iterator[pa.RecordBatch]:
+    """What Spark hands to a task after a transform that has left out every fifth row."""
+    schema = pa.schema([*SHAPE.schema, (KIND, pa.string())])
+    ids = [(number // 1000, number, kind) for number in range(rows) for kind in (DELETE, WRITE)]
+    ids = [one for one in ids if one[1] % 5 or one[2] == DELETE]
+    for start in range(0, len(ids), of_batch):
+        yield pa.RecordBatch.from_pylist(
+            [
+                {"id": id_, "_shard": shard, "_seq": 1, KIND: kind, "text": "x" * width if kind == WRITE else None}
+                for shard, id_, kind in ids[start : start + of_batch]
+            ],
+            schema=schema,
+        )
+
+
+@pytest.mark.parametrize("of_batch", [1, 2, 3, 8])
+def test_what_a_transform_returned_is_kept_in_a_file(monkeypatch: pytest.MonkeyPatch, of_batch: int) -> None:
+    """Rows of a megabyte, of one task; a touched id and its row may be in two batches of Spark."""
+    rows, width = 30, 1 << 20
+    monkeypatch.setattr(batches, "KEPT_IN_MEMORY", 2 << 20)
+    gc.collect()
+    begun, sink = pa.total_allocated_bytes(), Twice()
+    [done] = run_sink(sink, SHAPE, BatchId("q", 1), 8)(transformed(rows, of_batch, width))
+    expected = [(0, id_) for id_ in range(rows)]
+    assert sink.tries == 2 * [([one for one in expected if one[1] % 5], [one for one in expected if not one[1] % 5])]
+    assert done.to_pylist()[0]["written"] == len(sink.tries[0][0])
+    assert sink.most - begun < rows * width // 2, f"{sink.most - begun:,} bytes"
+
+
+def test_deletes_and_rows_of_several_shards_after_a_transform() -> None:
+    sink = Twice()
+    list(run_sink(sink, SHAPE, BatchId("q", 1), 8)(transformed(2_500, 700, 1)))
+    expected = [(id_ // 1000, id_) for id_ in range(2_500)]
+    assert sink.tries == 2 * [([one for one in expected if one[1] % 5], [one for one in expected if not one[1] % 5])]
+    assert list(run_sink(Twice(), SHAPE, BatchId("q", 1), 8)(iter(()))) == []

@@ -10,7 +10,7 @@ import pytest
 
 from replicad.protocol.tokens import Cursor
 from replicad.spark import touches
-from replicad.spark.local.touchlog import BATCH_IDS, TouchChunk, TouchLog
+from replicad.spark.local.touchlog import BATCH_IDS, ID_BYTES, READ_BYTES, TouchChunk, TouchLog, ids_to_read
 from replicad.spark.touches import deduplicate, touch_schema
 from replicad.tubes.columns import schema
 
@@ -18,6 +18,13 @@ from replicad.tubes.columns import schema
 def chunk(number: int, ids: int = 2) -> TouchChunk:
     row = {"seq": number, "op": "U", "shard": 1, "ids": list(range(ids)), "payload": None, "ts": datetime.now(UTC)}
     return TouchChunk.of(number, [pa.RecordBatch.from_pylist([row], schema=schema(payload=True))], Cursor(number, 0))
+
+
+def texts(number: int, ids: int, length: int) -> TouchChunk:
+    keys = [f"{one:0{length}}" for one in range(ids)]
+    row = {"seq": number, "op": "U", "shard": 1, "ids": keys, "payload": None, "ts": datetime.now(UTC)}
+    pods = pa.RecordBatch.from_pylist([row], schema=schema(payload=True, keys="text"))
+    return TouchChunk.of(number, [pods], Cursor(number, 0))
 
 
 def log_of(*numbers: int, ids: int = 2) -> TouchLog:
@@ -47,7 +54,7 @@ def test_a_chunk_is_finished_when_every_downstream_has_it() -> None:
     finished = log.take_finished()
     assert finished is not None
     assert finished.end == Cursor(2, 0)
-    assert log.ids == 2
+    assert log.weight == 2
     assert not log.is_empty
     log.done("b", 3)
     log.take_finished()
@@ -65,6 +72,33 @@ def test_a_downstream_never_goes_back() -> None:
 def test_a_batch_is_bounded_and_has_one_chunk_at_least() -> None:
     log = log_of(1, 2, ids=BATCH_IDS)
     assert numbers(log.take("a", 0)) == [1]
+
+
+def test_the_log_and_a_batch_are_bounded_in_bytes() -> None:
+    """Ids of 2 kB, as the index of a primary key takes them."""
+    log, length = TouchLog({"a": 1}), 2_000
+    for number in (1, 2, 3):
+        log.add(texts(number, 5_000, length))
+    assert log.weight * ID_BYTES >= 3 * 5_000 * length
+    taken = log.take("a", 0)
+    assert numbers(taken) == [1], "two have more than BATCH_IDS times ID_BYTES"
+    log.done("a", 2)
+    log.take_finished()
+    assert 5_000 * length <= log.weight * ID_BYTES < 3 * 5_000 * length
+    log.done("a", 3)
+    log.take_finished()
+    assert log.weight == 0
+
+
+def test_the_next_read_is_bounded_by_the_length_of_the_last_ids() -> None:
+    assert ids_to_read(None, 100_000) <= 10_000, "nothing is known of their length"
+    assert ids_to_read(chunk(1, 50_000), 100_000) == 100_000
+    assert ids_to_read(texts(1, 100, 36), 100_000) == 100_000
+    assert 2_000 * ids_to_read(texts(1, 100, 2_000), 100_000) <= READ_BYTES
+    assert ids_to_read(texts(1, 1, 20_000_000), 100_000) == 1
+    control = {"seq": 1, "op": "B", "shard": 1, "ids": [], "payload": "{}", "ts": datetime.now(UTC)}
+    pods = pa.RecordBatch.from_pylist([control], schema=schema(payload=True))
+    assert ids_to_read(TouchChunk.of(1, [pods], Cursor(1, 0)), 100_000) == 100_000
 
 
 @pytest.mark.parametrize("text", [False, True])

@@ -21,7 +21,7 @@ from replicad.spark.database import literal, patiently, quote
 from replicad.spark.enrich import listed
 from replicad.spark.holding import WHOLE, TubeHold
 from replicad.spark.local.config import LocalConfig
-from replicad.spark.local.touchlog import TouchChunk
+from replicad.spark.local.touchlog import ID_BYTES, TouchChunk, ids_to_read
 from replicad.spark.options import SourceOptions, endpoint_of, parse_options
 from replicad.spark.parking import RefusedIds
 
@@ -46,17 +46,18 @@ class Backlog:
         self._lock = threading.Lock()
         self._used: bool | None = None if len(config.downstreams) > 1 else False  # None: not known
         self._made = False
-        self._ids = 0
+        self._weight = 0  # of its ids, see touchlog.py
         self._full = False
         self._hold: TubeHold | None = None
         self._cursor: Cursor = START
         self._number = 0
+        self._last: TouchChunk | None = None
 
     @property
     def is_used(self) -> bool:
         """Whether it may have touches."""
         if self._used is None:
-            self._used, self._ids = self._look()
+            self._used, self._weight = self._look()
             self._made = self._used
         return self._used
 
@@ -71,13 +72,13 @@ class Backlog:
             self._used = None
 
     def may_grow(self) -> bool:
-        """Whether touches may be added. At its bound the others wait for this downstream."""
-        full = self._ids >= self._config.backlog_ids
+        """Whether touches may be added. At its bound, in ids and so in bytes, the others wait for this downstream."""
+        full = self._weight >= self._config.backlog_ids
         if full and not self._full:
             log.error(
                 "backlog_full",
                 downstream=self._downstream,
-                ids=self._ids,
+                ids=self._weight,
                 hint="the other downstreams wait until this one works; or take it out of the file",
             )
         self._full = full
@@ -101,7 +102,7 @@ class Backlog:
                 empty = listed(chunk.touches.column("id").combine_chunks()[:0])
                 statements.append(self._touch(control.shard, empty, "B", f"{payload}::jsonb"))
             self._run(statements)
-            self._ids += chunk.touches.num_rows
+            self._weight += chunk.weight
 
     def next_chunk(self) -> TouchChunk | None:
         """The next touches; None if it is empty: then nothing is put aside for this downstream any more."""
@@ -111,7 +112,7 @@ class Backlog:
             if chunk is not None:
                 return chunk
             with self._lock:
-                left, self._ids = self._look()
+                left, self._weight = self._look()
                 if not left:
                     self._used = False
                     log.info("backlog_empty", downstream=self._downstream, tube=self.tube)
@@ -122,19 +123,21 @@ class Backlog:
     def _read(self, term: int) -> TouchChunk | None:
         options = self._options()
         with endpoint_of(options).connect(f"{self._config.name}/backlog"[:255]) as client:
-            chunks = client.pod_chunks(self.tube, WHOLE, term, self._cursor, limit=READ_PODS, ids=READ_IDS, wait=0.2)
+            ids = ids_to_read(self._last, READ_IDS)
+            chunks = client.pod_chunks(self.tube, WHOLE, term, self._cursor, limit=READ_PODS, ids=ids, wait=0.2)
             batches = list(PodReader(self.tube, WHOLE, True, options.keys).batches(chunks))
         assert chunks.end is not None
         if chunks.end.cursor == self._cursor:
             return None
         self._number -= 1  # never the number of a chunk of the log
-        return TouchChunk.of(self._number, batches, chunks.end.cursor)
+        self._last = TouchChunk.of(self._number, batches, chunks.end.cursor)
+        return self._last
 
     def ack(self, chunk: TouchChunk) -> None:
         """The downstream has a chunk."""
         self._held().ack(WHOLE, self._cursor, chunk.end)
         self._cursor = chunk.end
-        self._ids = max(0, self._ids - chunk.touches.num_rows)
+        self._weight = max(0, self._weight - chunk.weight)
 
     def park(self, refused: RefusedIds, tries: int) -> None:
         """Keep ids that this downstream refuses, with the reason."""
@@ -198,7 +201,7 @@ class Backlog:
         patiently(self._config.database, work, transactional=True, patience=30)
 
     def _look(self) -> tuple[bool, int]:
-        """Whether it has pods, and about how many ids."""
+        """Whether it has pods, and about how many ids; a long one counts as several, as in the log."""
         schema = quote(self._config.tube_schema)
         there = f"SELECT count(*) FROM {schema}.tube_registry WHERE tube = {literal(self.tube)}"
 
@@ -208,9 +211,10 @@ class Backlog:
                 if not cursor.fetchone()[0]:
                     return False, 0
                 cursor.execute(
-                    f"SELECT count(*), coalesce(sum(cardinality(ids)), 0)::bigint FROM {schema}.{quote(self.tube)}"
+                    f"SELECT count(*), coalesce(sum(cardinality(ids)), 0)::bigint, "
+                    f"coalesce(sum(octet_length(ids::text)), 0)::bigint FROM {schema}.{quote(self.tube)}"
                 )
-                pods, ids = cursor.fetchone()
-                return pods > 0, int(ids)
+                pods, ids, size = cursor.fetchone()
+                return pods > 0, max(ids, size // ID_BYTES)
 
         return patiently(self._config.database, work, patience=10)

@@ -33,7 +33,7 @@ from replicad.spark.arrow import PodReader, block_batch
 from replicad.spark.holding import WHOLE, TubeHold
 from replicad.spark.local.config import LocalConfig
 from replicad.spark.local.tables import attach_new
-from replicad.spark.local.touchlog import MOST_IDS, TouchChunk, TouchLog
+from replicad.spark.local.touchlog import MOST_IDS, TouchChunk, TouchLog, ids_to_read
 from replicad.spark.local.writing import DownstreamThread, Shared
 from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.pipeline_config import AVAILABLE_NOW
@@ -57,6 +57,7 @@ class PodStream:
         self._client: BlockingClient = endpoint_of(options).connect(name[:255])
         self._lines = options.encoding == "lines"
         self._number = 0
+        self._last: TouchChunk | None = None
         self.cursor: Cursor = START
 
     def read(self, term: int, *, backfill: bool, wait: float) -> TouchChunk | None:
@@ -65,7 +66,7 @@ class PodStream:
         assert tube is not None
         bounds = {
             "limit": min(options.max_pods, READ_PODS),
-            "ids": READ_IDS if options.max_ids is None else options.max_ids,
+            "ids": ids_to_read(self._last, READ_IDS if options.max_ids is None else options.max_ids),
             "backfill": min(options.max_backfill_pods, READ_PODS) if backfill else 0,
             "wait": wait,
         }
@@ -88,7 +89,8 @@ class PodStream:
             return None
         self.cursor = end.cursor
         self._number += 1
-        return TouchChunk.of(self._number, batches, end.cursor)
+        self._last = TouchChunk.of(self._number, batches, end.cursor)
+        return self._last
 
     def close(self) -> None:
         """Close the connection, also during a request of another thread."""
@@ -219,7 +221,7 @@ class _Engine:
         """Let downstreams that hold the others put what they lack into tubes of their own."""
         if len(threads) < 2:
             return
-        full = self._log.ids >= MOST_IDS // 2
+        full = self._log.weight >= MOST_IDS // 2
         for one in threads.values():
             if one.is_failing_for(self._config.backlog_after) or (full and (one.is_failing_for(0) or one.is_draining)):
                 one.divert()
@@ -229,11 +231,11 @@ class _Engine:
         try:
             patience = time.monotonic() + 5
             while not self._ending.is_set():
-                if self._log.ids >= MOST_IDS:
+                if self._log.weight >= MOST_IDS:
                     self._log.wait(LOOK)
                     continue
                 now = self._config.trigger == AVAILABLE_NOW
-                backfill = self._log.ids < BACKFILL_AHEAD
+                backfill = self._log.weight < BACKFILL_AHEAD
                 try:
                     chunk = stream.read(term, backfill=backfill, wait=0.0 if now or not backfill else LONG_POLL)
                 except CursorAhead:

@@ -64,7 +64,13 @@ OF_LOCAL = (
         BACKLOG_AFTER,
         "how long one of several downstreams may fail before it gets a tube of its own",
     ),
-    Key("backlog_ids", WHOLE, BACKLOG_IDS, "ids in that tube, beyond which the other downstreams wait", minimum=1),
+    Key(
+        "backlog_ids",
+        WHOLE,
+        BACKLOG_IDS,
+        "ids in that tube, beyond which the other downstreams wait; each 100 bytes of long ids count as one",
+        minimum=1,
+    ),
 )
 _TRIGGER = next(key for key in RUN if key.name == "trigger")
 _RUN = tuple(key for key in RUN if key.name != "transform")

@@ -2,7 +2,8 @@
 
 The reader adds chunks in the order of the tube. Each downstream takes all chunks from its place on as one batch, at its
 own pace. A chunk that every downstream has is acked and forgotten. The log is bounded: a reader that is ahead of the
-slowest downstream by `MOST_IDS` waits.
+slowest downstream by `MOST_IDS` waits. An id of more than `ID_BYTES` counts as several, so that the bound is one
+in bytes too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from replicad.spark.touches import Control, collect
 
 MOST_IDS = 1_000_000  # in the log: some 60 MB of numbers, or 100 MB of texts
 BATCH_IDS = 200_000  # in one batch downstream, about
+ID_BYTES = 100  # that an id takes in the log, or in the table of a backlog: a uuid as text takes some 90
+READ_BYTES = 16 << 20  # of the pods of one answer, about
+_FIRST_IDS = 10_000  # in the first answer, when the length of the ids is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class TouchChunk:
     count: int
     ids: int
     oldest: float | None
+    weight: int  # ids, of which a long one counts as several
 
     @classmethod
     def of(cls, number: int, batches: Iterable[pa.RecordBatch], end: Cursor) -> TouchChunk:
@@ -40,7 +45,16 @@ class TouchChunk:
         held = tuple(batches)
         found = collect(held)
         controls = tuple(sorted(found.controls, key=lambda control: control.seq))
-        return cls(number, held, found.table, controls, end, found.pods, found.ids, found.oldest)
+        size = sum(one.nbytes for one in held) + found.table.nbytes
+        weight = max(found.ids, size // ID_BYTES)
+        return cls(number, held, found.table, controls, end, found.pods, found.ids, found.oldest, weight)
+
+
+def ids_to_read(last: TouchChunk | None, most: int) -> int:
+    """How many ids to ask for: `most`, or about `READ_BYTES` of ids as long as those of the last answer."""
+    if last is None:
+        return min(most, _FIRST_IDS)
+    return max(1, min(most, READ_BYTES * max(1, last.ids) // max(1, last.weight * ID_BYTES)))
 
 
 @dataclass(slots=True)
@@ -53,19 +67,19 @@ class TouchLog:
     taken: dict[str, int] = field(default_factory=dict)  # likewise of a downstream that has more, and not for sure
     ended: bool = False  # nothing is added any more
     _chunks: deque[TouchChunk] = field(default_factory=deque)
-    _ids: int = 0
+    _weight: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
-    def ids(self) -> int:
-        """The ids in the log."""
-        return self._ids
+    def weight(self) -> int:
+        """The ids in the log, of which a long one counts as several."""
+        return self._weight
 
     def add(self, chunk: TouchChunk) -> None:
         """Add the next chunk."""
         with self._changed:
             self._chunks.append(chunk)
-            self._ids += chunk.ids
+            self._weight += chunk.weight
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -81,12 +95,12 @@ class TouchLog:
             if not self._from(place):
                 self._changed.wait(timeout)
             taken: list[TouchChunk] = []
-            ids = 0
+            weight = 0
             for chunk in self._from(max(place, self.places[name])):
-                if taken and ids + chunk.ids > BATCH_IDS:
+                if taken and weight + chunk.weight > BATCH_IDS:
                     break
                 taken.append(chunk)
-                ids += chunk.ids
+                weight += chunk.weight
             return taken
 
     def behind(self, name: str) -> int:
@@ -120,7 +134,7 @@ class TouchLog:
             lowest = min(self.places.values())
             while self._chunks and self._chunks[0].number < lowest:
                 last = self._chunks.popleft()
-                self._ids -= last.ids
+                self._weight -= last.weight
             return last
 
     def wait(self, timeout: float) -> None:

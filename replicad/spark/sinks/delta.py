@@ -456,8 +456,11 @@ class DeltaSink(Sink):
         after: object = None,
         limit: int | None = None,
         ids: pa.Array | None = None,
-    ) -> pa.Table:
-        """See Sink. Ids are read first, and then the rows of a page alone."""
+        most_bytes: int | None = None,
+    ) -> pa.Table | None:
+        """See Sink. Ids are read first, and then the rows of a page alone. None: several rows that have more than
+        `most_bytes`.
+        """
         with self._locked():
             found = files_of(self.current(), shape.id)
         id_, chosen = pc.field(shape.id), pc.scalar(True)
@@ -466,20 +469,28 @@ class DeltaSink(Sink):
         if after is not None:
             chosen = chosen & (id_ > pa.scalar(after, shape.ids))
 
-        def read(names: list[str]) -> Iterator[pa.Table]:
+        def read(names: list[str], chosen: pc.Expression) -> Iterator[pa.Table]:
             if self.mode == CHANGES:
                 return self._now(found, shape, names, chosen, pc.scalar(True))
             rows = self.files(shape.schema, shape.id).dataset(found).scanner(columns=names, filter=chosen)
             return map(pa.table, rows.to_batches())
 
         if ids is None:
-            known = pa.concat_tables([shape.schema.empty_table().select([shape.id]), *read([shape.id])])
+            known = pa.concat_tables([shape.schema.empty_table().select([shape.id]), *read([shape.id], chosen)])
             ids = known.column(shape.id).combine_chunks()
             if limit is not None:
                 ids = ids.take(pc.sort_indices(ids)[:limit])
         names = [name for name in shape.schema.names if name not in ("_shard", "_seq")]
-        kept = [chosen_rows(rows, shape.id, None, ids) for rows in read(names)]
-        return pa.concat_tables([shape.schema.empty_table().select(names), *kept]).sort_by(shape.id)
+        kept, size = [shape.schema.empty_table().select(names)], 0
+        if len(ids):
+            ends = pc.min_max(ids)  # files without such ids are not read
+            chosen = chosen & (id_ >= ends["min"]) & (id_ <= ends["max"])
+        for rows in read(names, chosen):
+            kept.append(chosen_rows(rows, shape.id, None, ids))
+            size += kept[-1].nbytes
+            if most_bytes is not None and size > most_bytes and len(ids) > 1:
+                return None
+        return pa.concat_tables(kept).sort_by(shape.id)
 
     def stored_counts(self) -> dict[int | None, int]:
         """See Sink."""

@@ -401,8 +401,9 @@ class PostgresSink(Sink):
         after: object = None,
         limit: int | None = None,
         ids: pa.Array | None = None,
-    ) -> pa.Table:
-        """See Sink. Values are read in the types of the source."""
+        most_bytes: int | None = None,
+    ) -> pa.Table | None:
+        """See Sink. Values are read in the types of the source. None: several rows that have more than `most_bytes`."""
         is_text = pa.types.is_string(shape.ids)
         key = key_text(shape) if shape.key else quote(shape.id)
         order = f'({key}) COLLATE "C"' if is_text else key
@@ -422,13 +423,22 @@ class PostgresSink(Sink):
             f"SELECT {', '.join(columns)} FROM {self.table} WHERE {' AND '.join(conditions) or 'true'} ORDER BY {order}"
         )
 
-        def work(driver: Any) -> pa.Table:
+        def work(driver: Any) -> pa.Table | None:
+            held, size = [], 0
             with driver.cursor() as cursor:
                 cursor.execute(sql + (f" LIMIT {limit}" if limit is not None else ""))
                 reader = batches_of(cursor)
-                return pa.Table.from_batches(list(reader), reader.schema)
+                for batch in reader:
+                    held.append(batch)
+                    size += batch.nbytes
+                    if most_bytes is not None and size > most_bytes and (ids is None or len(ids) > 1):
+                        return None
+                return pa.Table.from_batches(held, reader.schema)
 
-        return patiently(self.url, work, patience=self.patience)
+        found = patiently(self.url, work, patience=self.patience)
+        if found is None:
+            forget(self.url, transactional=False)  # the rest of the rows is still on its way
+        return found
 
     def stored_counts(self) -> dict[int | None, int]:
         """See Sink."""

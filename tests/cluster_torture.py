@@ -76,7 +76,9 @@ def same(rows):
 file, small, transform, rebuild = sys.argv[1:]
 SmallBatches.most_ids = int(small)
 config = load_config(Path(file))
-config = replace(config, transform=same if transform == "yes" else None, rebuild=rebuild == "yes")
+config = replace(config, transform=same if transform == "yes" else None)
+if rebuild:  # the URL of a role that may schedule backfills
+    config = replace(config, rebuild=True, database=rebuild)
 pipeline.run(config)
 """
 QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # JVMs that live for a minute
@@ -167,7 +169,7 @@ class Cluster(World):
     def start_driver(self) -> None:
         """As a user starts it."""
         given = [word for one in SETTINGS.items() for word in ("--conf", "=".join(one))]
-        words = [str(self.small), "yes" if self.transform else "no", "yes" if self.rebuild else "no"]
+        words = [str(self.small), "yes" if self.transform else "no", self.url if self.rebuild else ""]
         command = [str(HOME / "bin" / "spark-submit"), "--master", self.master, *given, str(self.folder / "job.py")]
         with (self.folder / "driver.log").open("ab") as log:
             self.driver = subprocess.Popen(
@@ -275,6 +277,7 @@ class Cluster(World):
         self.start_driver()
         self.await_batch()
         self.rebuild = False
+        self.kill_one("driver", chance)  # the next one has the role from which row security hides rows
 
     def old_checkpoint(self, chance: random.Random) -> None:
         """An older copy of the checkpoint."""

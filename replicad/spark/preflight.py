@@ -28,6 +28,7 @@ from replicad.spark.database import forget, literal, patiently, quote
 from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.pipeline_config import AVAILABLE_NOW, PipelineConfig
 from replicad.spark.tables import list_tables
+from replicad.sqlstates import NO_RIGHT, means
 from replicad.tubes.shards import ALL_SHARDS
 
 ANSWER = 3.0  # seconds for a connection to a daemon and for its answer
@@ -248,7 +249,7 @@ def check_downstream(config: PipelineConfig, checkpoint: Checkpoint) -> None:
     does not know its downstream yet takes the present one for it.
 
     Raises:
-        UsageError: it is another one. DatabaseError: the backfill cannot be scheduled.
+        UsageError: it is another one, or the role may not schedule the backfill. DatabaseError: it cannot be scheduled.
     """
     found, known = config.sink.identity(), (checkpoint.read(DOWNSTREAM) or "").strip() or None
     why = _not_the_same(config, checkpoint) if known in (None, found) else _REPLACED
@@ -297,16 +298,34 @@ def _not_the_same(config: PipelineConfig, checkpoint: Checkpoint) -> str | None:
 
 
 def _schedule_backfill(config: PipelineConfig) -> None:
-    call = f"SELECT count(*) FROM {quote(config.tube_schema)}.tube_backfill_request($1, $2, $3::integer, $4::integer)"
-    [(first, last)] = ALL_SHARDS.ranges
     shards = 0
     for url in dict.fromkeys([config.database, *(rule.database for rule in config.rules if rule.database)]):
-
-        def work(driver: Any) -> int:
-            with driver.cursor() as cursor:
-                cursor.execute(call, (config.tube, config.key[0], first, last))
-                return int(cursor.fetchone()[0])
-
-        shards += patiently(url, work, patience=10)
+        shards += request_backfill(url, config.tube_schema, config.tube, config.key[0])
         forget(url)
     log.warning("downstream_rebuilt", tube=config.tube, shards=shards, checkpoint=str(config.checkpoint))
+
+
+def request_backfill(url: str, schema: str, tube: str, key: str | None) -> int:
+    """Ask for a backfill of all tables of a tube; returns of how many. `key`: their key; None: the one that each has.
+
+    Raises:
+        UsageError: the role of `url` may not. DatabaseError: Postgres cannot be used.
+    """
+    [(first, last)] = ALL_SHARDS.ranges
+    column = "NULL" if key is None else literal(key)
+    call = f"{quote(schema)}.tube_backfill_request({literal(tube)}, {column}, {first}, {last})"
+
+    def work(driver: Any) -> int:
+        with driver.cursor() as cursor:
+            cursor.execute(f"SELECT count(*) FROM {call}")
+            return int(cursor.fetchone()[0])
+
+    try:
+        return patiently(url, work, patience=10)
+    except DatabaseError as error:
+        if not means(error.sqlstate, NO_RIGHT):
+            raise
+        raise UsageError(
+            f"--rebuild: the role of the pipeline may not schedule the backfill of tube {tube} ({error}); start it "
+            "once as the role of the daemon: replicad pipeline run FILE --rebuild --database URL"
+        ) from error

@@ -20,7 +20,7 @@ from replicad.spark import pipeline
 from replicad.spark.checkpoint import open_checkpoint
 from replicad.spark.database import forget
 from replicad.spark.pipeline_config import PipelineConfig
-from replicad.spark.preflight import check_downstream
+from replicad.spark.preflight import check_downstream, request_backfill
 from replicad.spark.sinks.base import BatchId, Sink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
@@ -105,6 +105,24 @@ def test_a_checkpoint_that_is_put_back_is_noticed_and_rebuilding_goes_on(written
     assert scheduled(written.url) == 1, "once"
     written.run(2, 3)  # the numbers come again, and each batch is written
     written.start()
+
+
+def test_a_role_that_may_not_schedule_the_backfill_of_a_rebuild_is_told_the_command(
+    url: str,
+) -> None:
+    """A role with the rights that the pipeline needs, and no more."""
+    reader = f"reader_{psql(url, 'SELECT current_database()')}"
+    psql(
+        url,
+        f"CREATE TABLE public.cities (id bigint PRIMARY KEY); CREATE ROLE {reader};"
+        f"GRANT USAGE ON SCHEMA tube TO {reader}; GRANT SELECT ON tube.t, public.cities TO {reader}",
+    )
+    try:
+        with pytest.raises(UsageError, match=r"role of the pipeline may not schedule .*tube t .*--rebuild --database"):
+            request_backfill(f"{url}{'&' if '?' in url else '?'}options=-crole%3D{reader}", "tube", "t", "id")
+        assert scheduled(url) == 0
+    finally:
+        psql(url, f"DROP OWNED BY {reader} CASCADE; DROP ROLE {reader}")
 
 
 def test_a_batch_that_was_planned_when_the_copy_was_made_is_repeated_only_if_it_is_the_same(

@@ -278,19 +278,6 @@ def _with_locks(
     raise TubeRefused(f"table {name} could not be attached: a transaction has locked it for a minute; end it")
 
 
-def schedule_backfill(config: LocalConfig) -> int:
-    """Ask for a backfill of all tables; returns of how many."""
-    [(first, last)] = ALL_SHARDS.ranges
-    call = f"{quote(config.tube_schema)}.tube_backfill_request({literal(config.tube)}, NULL, {first}, {last})"
-
-    def work(driver: Any) -> int:
-        with driver.cursor() as cursor:
-            cursor.execute(f"SELECT count(*) FROM {call}")
-            return int(cursor.fetchone()[0])
-
-    return patiently(config.database, work, patience=10)
-
-
 def touches_of(works: Mapping[str, TableWork], name: str, ids: pa.Array, seq: int) -> pa.Table:
     """Touches of more ids of a table, as of a pod of the batch."""
     work = works[name]

@@ -48,11 +48,12 @@ from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.local.backlog import Backlog
 from replicad.spark.local.config import TRANSACTION, LocalConfig
 from replicad.spark.local.groups import CommitsLost, PostgresTables, SeparateTables, TableChanges, TableGroup
-from replicad.spark.local.tables import TableWork, TubeTable, make_work, schedule_backfill, tables_of, touches_of
+from replicad.spark.local.tables import TableWork, TubeTable, make_work, tables_of, touches_of
 from replicad.spark.local.touchlog import TouchChunk, TouchLog
 from replicad.spark.options import endpoint_of
 from replicad.spark.parking import RefusedIds, pods_with, search
 from replicad.spark.pipeline_config import AVAILABLE_NOW
+from replicad.spark.preflight import request_backfill
 from replicad.spark.reports import BatchReport, PipelineResult, Reporter, record_batch
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.sinks.delta_upkeep import UpkeepThread
@@ -472,7 +473,8 @@ class DownstreamThread:
                     f"downstream {self.name} is not the one that checkpoint {self._config.checkpoint} has written to: "
                     f"{why}. Start with --rebuild, which schedules a backfill of all rows; or bring the old one back"
                 )
-            tables = schedule_backfill(self._config)
+            config = self._config
+            tables = request_backfill(config.database, config.tube_schema, config.tube, None)
             log.warning("downstream_rebuilt", downstream=self.name, tables=tables)
         self._number = max(newest, reported, *known.get("last", {}).values()) + 1
         self._noted = self._number - 1

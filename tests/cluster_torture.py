@@ -38,7 +38,8 @@ WORKERS = 3
 STEPS = 6  # faults of a schedule
 PAUSE = (1.0, 4.0)  # seconds between two faults
 PAUSED = (2.0, 7.0)  # seconds for which processes are paused; the lease lasts 3
-CALM = 400.0  # seconds for everything to arrive at the end
+CALM = 200.0  # seconds without any progress at the end, after which it counts as stuck
+MOST_WAITING = 3000  # pods in the tube above which the programs write nothing: a busy machine must end too
 MOVES = 400.0  # seconds for a driver to write a batch
 LONGEST = 300.0  # seconds for a driver to notice something, or to end
 WAITING = "SELECT sum(inc_count + backfill_count + control_count) FROM tube.tube_stats()"
@@ -66,11 +67,14 @@ trigger = 0
 tries = 20
 """
 JOB = """
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
 from replicad.spark import load_config, pipeline
 from replicad.spark.small_batches import SmallBatches
+logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+logging.getLogger("replicad").setLevel(logging.INFO)
 def same(rows):
     return rows.where("id > 0")
 file, small, transform, rebuild = sys.argv[1:]
@@ -377,7 +381,7 @@ def commit(world: Cluster, fault: str, chance: random.Random) -> None:
 def written(world: Cluster) -> Iterator[Counter[str]]:
     """Programs that write meanwhile; the tables are there."""
     world.begin()
-    stop, counts = threading.Event(), Counter[str]()
+    stop, counts = Pace(world.url), Counter[str]()
     writers = [threading.Thread(target=write, args=(world.url, number, stop, counts)) for number in range(2)]
     for writer in writers:
         writer.start()
@@ -389,17 +393,45 @@ def written(world: Cluster) -> Iterator[Counter[str]]:
             writer.join()
 
 
+class Pace(threading.Event):
+    """Set when the programs end. `is_set` waits while too many pods are in the tube."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._looked = 0.0
+        self._full = False
+        self._lock = threading.Lock()
+
+    def is_set(self) -> bool:
+        while not super().is_set():
+            with self._lock:
+                if time.monotonic() > self._looked + 1:
+                    try:
+                        self._full = int(psql(self._url, WAITING)) > MOST_WAITING
+                    except AssertionError:  # Postgres is away, which the program notices itself
+                        self._full = False
+                    self._looked = time.monotonic()
+            if not self._full:
+                return False
+            self.wait(0.5)
+        return True
+
+
 def compare(world: Cluster, *, put_back: bool) -> None:
     """Wait until everything has arrived, and compare. Ids that were parked while rows were hidden are put back."""
-    deadline = time.monotonic() + CALM
+    deadline, fewest = time.monotonic() + CALM, float("inf")
     while True:
         patiently(lambda: psql(world.url, "SELECT tube.tube_parked_replay('cities')"))
         backfills = "SELECT count(*) FROM tube.tube_backfill WHERE NOT finished"
-        if patiently(lambda: psql(world.url, WAITING)) == "0" and psql(world.url, backfills) == "0":
+        waiting = int(patiently(lambda: psql(world.url, WAITING)))
+        if not waiting and psql(world.url, backfills) == "0":
             break
+        if waiting < fewest:
+            deadline, fewest = time.monotonic() + CALM, waiting
         world.mend()
         if time.monotonic() > deadline:
-            raise TortureFailed(f"it did not catch up: {psql(world.url, WAITING)} pods wait")
+            raise TortureFailed(f"it did not catch up: {waiting} pods wait, for {CALM:g} s")
         time.sleep(0.5)
     words = ["--wait", "20s", "--database", world.url]  # `reader` may read no more than the pipeline needs
     command = [sys.executable, "-m", "replicad", "pipeline", "verify", str(world.folder / "cities.toml"), *words]
@@ -416,7 +448,7 @@ def compare(world: Cluster, *, put_back: bool) -> None:
 
 def tail(log: Path) -> str:
     """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-40:]) if log.exists() else "there is none"
+    return "\n".join(log.read_text(errors="replace").splitlines()[-60:]) if log.exists() else "there is none"
 
 
 def torture(seeds: range, seconds: float = float("inf")) -> list[int]:

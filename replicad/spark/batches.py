@@ -30,7 +30,7 @@ from replicad.spark.offsets import last_pod
 from replicad.spark.parking import SuspectShards
 from replicad.spark.reports import BatchReport, PipelineResult, StepResult
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
-from replicad.spark.small_batches import PATIENCE, NotSmall, SmallBatches, SmallLookUps
+from replicad.spark.small_batches import PATIENCE, NotSmall, SmallBatches, SmallRows
 from replicad.spark.touches import Control, Touches, collect
 from replicad.tubes.columns import schema as pods_schema
 from replicad.tubes.keys import BIGINT, TEXT
@@ -373,22 +373,26 @@ class BatchRunner:
         """Write what each task of a step would write, with its number. None: a Spark job must do it."""
         assert self.small is not None
         enricher, sink = replace(self._enricher_of(purged), patience=PATIENCE), self.sink.impatient(PATIENCE)
-        rows, size = [], 0
+        rows = SmallRows()
         try:
-            for number, task in enumerate(touches):
-                applied, look_ups = Applied(), SmallLookUps(LookUps(enricher, task.table))
-                if task.table.num_rows:
-                    applied = sink.apply(self.shape, batch, number, look_ups)
-                    size += look_ups.size
-                rows.append(_summed(task, applied, look_ups.every.traces))
+            looked_up = [LookUps(enricher, task.table) for task in touches]
+            changes = {
+                number: rows.held(looked_up[number]) for number, task in enumerate(touches) if task.table.num_rows
+            }
+            applied, deleted = sink.write_small(self.shape, batch, changes)
         except NotSmall:
-            self.small.measured(look_ups.size, task.table.num_rows)
+            self.small.measured(rows.size, rows.ids)
             return None
         except ReplicadError as error:  # the job meets the same, or tries it again as Spark is told to
             log.debug("batch_not_small", batch=batch.number, error=str(error))
             return None
-        self.small.measured(size, sum(task.table.num_rows for task in touches))
-        return self._committed(batch, StepResult.of(rows))
+        self.small.measured(rows.size, sum(task.table.num_rows for task in touches))
+        done = [
+            _summed(task, applied.get(number, Applied()), looked_up[number].traces)
+            for number, task in enumerate(touches)
+        ]
+        outcome = StepResult.of(done)
+        return outcome if deleted is None else replace(outcome, deleted=deleted)
 
     # --- a step as a Spark job ---
 
@@ -399,15 +403,11 @@ class BatchRunner:
             outcome = StepResult.of(_collect(pods.mapInArrow(work, SUMMARY_DDL)))
         else:
             outcome = self._run_with_transform(pods, batch, self.transform, enricher)
-        return self._committed(batch, outcome)
+        deleted = self.sink.commit(batch, outcome.applied)
+        return outcome if deleted is None else replace(outcome, deleted=deleted)
 
     def _enricher_of(self, purged: int | None) -> Enricher:
         return self.enricher if purged is None else replace(self.enricher, purged=frozenset({purged}))
-
-    def _committed(self, batch: BatchId, outcome: StepResult) -> StepResult:
-        """Let the downstream show the step; the outcome with the number of deleted rows."""
-        deleted = self.sink.commit(batch, outcome.applied)
-        return outcome if deleted is None else replace(outcome, deleted=deleted)
 
     def _run_with_transform(
         self, pods: DataFrame, batch: BatchId, transform: Callable[[DataFrame], DataFrame], enricher: Enricher

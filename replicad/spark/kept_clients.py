@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from replicad.client.blocking_client import BlockingClient, Endpoint
 
-MOST_IDLE = 8  # kept connections of a process; a worker needs one for each daemon, a driver one for each busy query
+MOST_IDLE = 64  # kept connections of a process; a worker needs one for each daemon, a driver one for each query
 
 _Key = tuple[Endpoint, str]
 

@@ -125,6 +125,13 @@ class TubeOffset:
             max(place.cursor.regular for place in self.places), max(place.cursor.backfill for place in self.places)
         )
 
+    @property
+    def lowest(self) -> Cursor:
+        """The lowest cursor of any partition: every unread pod lies behind it, and acked pods do not."""
+        return Cursor(
+            min(place.cursor.regular for place in self.places), min(place.cursor.backfill for place in self.places)
+        )
+
     def ranges_to(self, end: TubeOffset) -> list[Range]:
         """The ranges between this offset and `end`, without empty ones.
 

@@ -43,7 +43,7 @@ from replicad.spark.options import parse_options
 from replicad.spark.parking import SuspectShards, park_refused
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
 from replicad.spark.preflight import Attachments, Watch, check_downstream, wait_until_ready
-from replicad.spark.reports import BatchReport, PipelineResult, Reporter, record_batch
+from replicad.spark.reports import BatchReport, PipelineResult, Reporter, ReportThread, record_batch
 from replicad.spark.session import build_session, check_pyspark, quiet_callbacks, refuse_connect, settings_of
 from replicad.spark.sinks.base import Shape
 from replicad.spark.sinks.delta import DeltaSink
@@ -322,7 +322,7 @@ class _Run:
         self._on_batch = on_batch
         self._holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
         self._result = PipelineResult()
-        self._reporter = Reporter(config.source, config.name)
+        self._reports = ReportThread(Reporter(config.source, config.name))
         self._enricher: Enricher | None = None
         self._checkpoint: Checkpoint | None = None
         self._shape: Shape | None = None  # known after the first start
@@ -385,7 +385,7 @@ class _Run:
             self._opened(),
             holder=self._holder,
             on_batch=self._on_batch,
-            send_report=self._reporter.send,
+            send_report=self._reports.post,
         )
         runner.result, self._shape = self._result, runner.shape
         options = source_options(self._config, self._opened(), self._holder)
@@ -411,7 +411,7 @@ class _Run:
             _stop(query)
             runner.close()
             upkeep.stop()
-            self._reporter.close()
+            self._reports.close()
             self._result = runner.result
         if not runner.busy:
             self._release()
@@ -514,7 +514,7 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
     """
     checkpoint = open_checkpoint(config.checkpoint, spark)
     enricher = make_enricher(config, Known.read(checkpoint))
-    send = Reporter(config.source, config.name).send
+    send = ReportThread(Reporter(config.source, config.name)).post
     holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
     runner = make_runner(config, spark, enricher, checkpoint, holder=holder, on_batch=on_batch, send_report=send)
     return start_query(config, spark, runner, checkpoint, holder=holder)

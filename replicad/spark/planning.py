@@ -33,17 +33,27 @@ class Budget:
     ids_of_task: int | None = None
 
 
-def plan_batch(ask: Ask, start: TubeOffset, budget: Budget) -> TubeOffset:
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The unread pods of all partitions together: their number, and whether there are backfill pods among them."""
+
+    pods: int
+    backfill: bool
+
+
+def plan_batch(ask: Ask, start: TubeOffset, budget: Budget, waiting: Waiting | None = None) -> TubeOffset:
     """The end of the micro-batch that begins at `start`; `start` itself if there are no pods.
 
     Every partition gets an equal share; what one does not use goes to the others. The regular pods of all partitions
-    come before the backfill pods of any.
+    come before the backfill pods of any. With `waiting` no more is asked when so many pods were found.
     """
     plan = _Plan(ask, list(start.places), start.pods, budget.ids_of_task)
     if len(start.places) == 1 or budget.ids is not None:
         plan.fill_at_once(budget)
     else:
-        left = plan.fill(budget.pods, regular=True)
+        left = plan.fill(budget.pods, regular=True, enough=None if waiting is None else waiting.pods)
+        if waiting is not None and not waiting.backfill:
+            return plan.end
         plan.fill(left if budget.backfill is None else min(left, budget.backfill), regular=False)
     return plan.end
 
@@ -86,13 +96,13 @@ class _Plan:
     def end(self) -> TubeOffset:
         return TubeOffset(tuple(self._places))
 
-    def fill(self, total: int, *, regular: bool) -> int:
+    def fill(self, total: int, *, regular: bool, enough: int | None = None) -> int:
         """Divide `total` pods among the partitions; returns how many were not used.
 
         The unused share of a partition goes to the next partition. The rest at the end of a round goes to the
-        partitions that used all of their share.
+        partitions that used all of their share. There are no more than `enough` pods; None: not known.
         """
-        began, unfinished = list(self._places), self._order
+        began, unfinished, taken = list(self._places), self._order, 0
         for _ in range(_ROUNDS):
             if not total or not unfinished:
                 break
@@ -101,6 +111,9 @@ class _Plan:
                 offered = share + carried
                 got = self._advance_more(began[number], number, offered, regular=regular)
                 carried = max(0, offered - got)
+                taken += got
+                if enough is not None and taken >= enough:
+                    return 0
                 if got >= offered:
                     full.append(number)
             total, unfinished = carried, full

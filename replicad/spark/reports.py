@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,18 @@ class BatchReport:
     repeated: bool
     seconds: float
     lag: float | None
+
+    def of_several(self, total: PipelineResult) -> BatchReport:
+        """The last of several batches, with the counts of all."""
+        return replace(
+            self,
+            pods=total.pods,
+            ids=total.ids,
+            written=total.rows_written,
+            deleted=total.rows_deleted,
+            garbage=total.garbage,
+            seconds=total.seconds,
+        )
 
     def counts(self) -> dict[str, object]:
         """The counts for the log and for `replicad top`."""
@@ -162,3 +175,53 @@ class Reporter:
         for client in self._clients:
             client.close()
         self._clients = []
+
+
+class ReportThread:
+    """Sends the counts of batches every `EVERY` seconds at most, in a thread of its own: a batch waits for no report.
+
+    A report has the counts of all batches since the last one. The thread begins with the first report, and ends with
+    `close` or with the process.
+    """
+
+    EVERY = 1.0  # seconds
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._changed = threading.Condition()
+        self._last: BatchReport | None = None  # of those that were not sent
+        self._sum = PipelineResult()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def post(self, report: BatchReport) -> None:
+        """Let the report of a batch be sent soon."""
+        with self._changed:
+            self._last, self._sum = report, self._sum.plus(report)
+            if self._thread is None:
+                self._closing = False
+                self._thread = threading.Thread(target=self._run, name="replicad-report", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Send what is left, and close the connections. Safe to repeat; a later report begins again."""
+        with self._changed:
+            thread, self._thread, self._closing = self._thread, None, True
+            self._changed.notify()
+        if thread is not None:
+            thread.join(2 * PATIENCE)
+        self._reporter.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._last is not None)
+                last, total, closing = self._last, self._sum, self._closing
+                self._last, self._sum = None, PipelineResult()
+            if last is not None:
+                self._reporter.send(last.of_several(total))
+            if closing:
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, self.EVERY)

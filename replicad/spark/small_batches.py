@@ -11,7 +11,7 @@ own patience and errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,21 +39,22 @@ class NotSmall(Exception):
 
 
 @dataclass(slots=True)
-class SmallLookUps(Iterable[EnrichedRows]):
-    """The look-ups of a task. `size`: bytes of the rows, so far. Iterating raises NotSmall when they have more than
-    `MOST_BYTES`.
-    """
+class SmallRows:
+    """The rows of a batch: `size` bytes for the touches of `ids` ids, so far."""
 
-    every: LookUps
     size: int = 0
+    ids: int = 0
 
-    def __iter__(self) -> Iterator[EnrichedRows]:
-        self.size = 0
-        for change in self.every:
+    def held(self, look_ups: LookUps) -> list[EnrichedRows]:
+        """The changes of a task. Raises NotSmall: the batch has more than `MOST_BYTES` of rows."""
+        found = []
+        self.ids += look_ups.touches.num_rows
+        for change in look_ups:
             self.size += change.writes.nbytes
             if self.size > MOST_BYTES:
                 raise NotSmall
-            yield change
+            found.append(change)
+        return found
 
 
 class SmallBatches:

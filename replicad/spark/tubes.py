@@ -45,7 +45,7 @@ from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.kept_clients import kept_client
 from replicad.spark.offsets import VERSION, Range, TubeOffset, check_version, foreign, ranges_between
 from replicad.spark.options import AUTO, SourceOptions, endpoint_of, retries_of
-from replicad.spark.planning import Budget, Goal, plan_all, plan_batch
+from replicad.spark.planning import Budget, Goal, Waiting, plan_all, plan_batch
 from replicad.tubes.commands import ARROW, LINES, CursorAt, Part, Seen
 
 log = logging.getLogger("replicad.spark")
@@ -128,6 +128,7 @@ def _check_complete(options: SourceOptions, wanted: Range, pods: int) -> None:
 
 LAG_INTERVAL = 5.0  # seconds between two counts of waiting pods, which Postgres has to do
 REPARTITION_PATIENCE = 10.0  # seconds within which a daemon notices a new number of partitions
+COUNTED = 1000  # pods that are counted before the partitions are asked; with more of them each is asked
 WAIT_SLICE = 10.0  # seconds of waiting in one request; daemons limit it
 PLANNERS = 4  # partitions of a batch read that are planned at the same time; Postgres has to count their pods
 BATCH_TTL = 5.0  # seconds after its last request for which a batch read keeps the lease
@@ -143,7 +144,6 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         self._planned: TubeOffset | None = None  # the end of the batch that may be running; None: no batch is
         self._available_now = False
         self._target: Goal | None = None
-        self._idle_at: TubeOffset | None = None  # the offset behind which the last trigger found no pods
         self._short_since: float | None = None  # the time since which there are fewer pods than minPodsPerTrigger
         self._passed_on: dict[str, int] = {}  # generation: the last seq of it, as long as touches of it are unknown
         self._reported: tuple[float, dict[str, Any]] | None = None
@@ -209,7 +209,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
                 if generation is not None:
                     self._report_fork(hold, generation, begin, error)
                 begin, generation, forked = TubeOffset.beginning(begin.partitions), None, True
-                self._acked, self._planned, self._target, self._idle_at = begin, None, None, None
+                self._acked, self._planned, self._target = begin, None, None
 
     def _report_fork(self, hold: TubeHold, generation: str, begin: TubeOffset, error: LeaseForked) -> None:
         """Ask what is left of the touches that this query has passed on, and say so."""
@@ -369,26 +369,28 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         return plan_batch(hold.plan, begin, self._target.budget(begin, budget))
 
     def _wait_for_pods(self, hold: TubeHold, begin: TubeOffset, budget: Budget) -> TubeOffset:
-        """Wait for enough pods, up to pollTimeout, and plan. Returns `begin` if there are not enough."""
+        """Wait for enough pods, up to pollTimeout, and plan. Returns `begin` if there are not enough.
+
+        The first request is for the whole tube: it waits for a pod of any partition, and says how many there are. The
+        partitions are asked only until so many were found.
+        """
         deadline = time.monotonic() + self._options.poll_timeout
-        end = begin
-        if self._idle_at != begin or not self._options.poll_timeout:
-            # otherwise the last trigger found none, and the wait below finds newer pods
-            end = plan_batch(hold.plan, begin, budget)
-        while not self._is_enough(begin, end):
+        after, end = begin.lowest, begin
+        while True:
             left = deadline - time.monotonic()
-            if left <= 0:
-                self._idle_at = begin if end == begin else None
-                return begin
             if self._short_since is not None:
                 left = min(left, self._short_since + self._options.max_trigger_delay - time.monotonic())
-            # New pods of any partition lie behind the furthest cursor. This only waits for one.
             wait = min(max(left, 0), WAIT_SLICE)
-            new = hold.plan(WHOLE, end.furthest, limit=1, backfill=_only_zero(budget.backfill), wait=wait)
+            new = hold.plan(WHOLE, after, limit=COUNTED, backfill=_only_zero(budget.backfill), wait=wait)
             if new.pods or end != begin:
-                end = plan_batch(hold.plan, begin, budget)
-        self._idle_at = None
-        return end
+                is_first = end == begin and new.pods < COUNTED
+                waiting = Waiting(new.pods, new.cursor.backfill > begin.lowest.backfill) if is_first else None
+                end = plan_batch(hold.plan, begin, budget, waiting)
+            if self._is_enough(begin, end):
+                return end
+            if time.monotonic() >= deadline:
+                return begin
+            after = end.furthest  # new pods of any partition lie behind it
 
     def _is_enough(self, begin: TubeOffset, end: TubeOffset) -> bool:
         """Whether a batch may begin: minPodsPerTrigger is reached, or maxTriggerDelay is over."""

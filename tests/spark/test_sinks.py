@@ -20,7 +20,7 @@ from replicad.errors import DownstreamError, DownstreamUnavailable, ReplicadErro
 from replicad.spark.database import connection, forget, with_time_outs
 from replicad.spark.enrich import EnrichedRows
 from replicad.spark.sinks import delta, parquet
-from replicad.spark.sinks.base import Applied, BatchId, Shape
+from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
@@ -181,6 +181,35 @@ def test_a_postgres_table_takes_a_batch_once(url: str) -> None:
     assert postgres_rows(url) == {(1, 2): "B", (2, 1): "other task"}
     assert sink.stale_ids(SHAPE, 1, 2, 10).to_pylist() == [2]
     assert psql(url, "SELECT batch, written, deleted FROM dw.replicad_batches WHERE task = 0") == "1|1|1"
+
+
+def test_the_tasks_of_a_small_batch_in_postgres_are_written_as_apply_and_commit_write_them(url: str) -> None:
+    """A job has written one task before; the table downstream is altered meanwhile, as by a migration."""
+    sink = PostgresSink(url, "dw.small")
+    sink.prepare(SHAPE)
+    few = {task: changes({(task, 1): "a"}, [(task, 2)]) for task in (1, 2)}
+    sink.apply(SHAPE, BatchId("q", 0), 1, few[1])
+    assert sink.write_small(SHAPE, BatchId("q", 0), few) == ({1: Applied(repeated=True), 2: Applied(1, 0)}, None)
+    assert sink.last_batch("q") == LastBatch(0, 0)
+    assert sink.write_small(SHAPE, BatchId("q", 0), few)[0] == dict.fromkeys((1, 2), Applied(repeated=True))
+
+    psql(url, "ALTER TABLE dw.small ADD note text DEFAULT 'n'")
+    again = {task: changes({(task, 2): "b"}, [(task, 1)], seq=2) for task in (1, 2)}
+    done, _ = sink.write_small(SHAPE, BatchId("q", 1), {**again, 3: []})
+    assert done == {1: Applied(1, 1), 2: Applied(1, 1), 3: Applied()}
+    counts = psql(url, "SELECT task, batch, written, deleted FROM dw.replicad_batches ORDER BY task")
+    assert counts.splitlines() == ["-1|1|0|0", "1|1|1|1", "2|1|1|1", "3|1|0|0"]
+    rows = "SELECT string_agg(concat_ws(' ', _shard, id, name, note, _seq), ',' ORDER BY _shard) FROM dw.small"
+    assert psql(url, rows) == "1 2 b n 2,2 2 b n 2"
+
+    sink.write_small(SHAPE, BatchId("q", 2), {})
+    assert sink.last_batch("q") == LastBatch(2, 2), "a batch without rows counts too"
+    with pytest.raises(DownstreamError, match="a later batch 2"):
+        sink.write_small(SHAPE, BatchId("q", 1), again)
+    psql(url, "UPDATE dw.replicad_batches SET batch = 4 WHERE task = 2")
+    with pytest.raises(DownstreamError, match="a later batch 4"):
+        sink.write_small(SHAPE, BatchId("q", 3), again)
+    assert psql(url, rows) == "1 2 b n 2,2 2 b n 2"
 
 
 def test_a_task_that_fails_in_the_middle_leaves_nothing(url: str) -> None:

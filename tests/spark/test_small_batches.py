@@ -31,7 +31,7 @@ from replicad.spark.kept_clients import kept_client
 from replicad.spark.offsets import Range
 from replicad.spark.options import parse_options
 from replicad.spark.reports import BatchReport
-from replicad.spark.sinks.base import Shape
+from replicad.spark.sinks.base import Shape, Sink
 from replicad.spark.sinks.postgres import PostgresSink
 from replicad.spark.small_batches import SmallBatches
 from replicad.spark.tubes import TubePartition, TubeStreamReader, read_range
@@ -136,6 +136,7 @@ def test_a_write_that_fails_after_one_range_goes_on_as_a_job_and_nothing_is_writ
     config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path)
     for shard in (1, 2):
         cities.put(shard, range(1, 9), 1)
+    monkeypatch.setattr(PostgresSink, "write_small", Sink.write_small)  # a transaction for each range
     apply, calls = PostgresSink.apply, []
 
     def fail(sink: PostgresSink, shape: Any, batch: Any, task: int, changes: Any) -> Any:
@@ -230,15 +231,21 @@ def test_the_driver_reads_looks_up_writes_and_collects_garbage_by_itself(cities:
     query.reader.stop()
 
 
+@pytest.mark.parametrize("transactions", ["one for each task", "one"])
 def test_the_driver_recognises_a_batch_that_comes_again_after_a_kill_at_any_step(
-    cities: Cities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cities: Cities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transactions: str
 ) -> None:
-    """Two ranges: the driver ends before the first write, between the two, before the commit, and after it."""
+    """Two ranges. The driver ends before the first write, between the two, before the commit and after it; or before
+    the one transaction, in it, before its commit and after it.
+    """
     psql(cities.url, AUDITED)
+    if transactions != "one":
+        monkeypatch.setattr(PostgresSink, "write_small", Sink.write_small)
     query = Query(cities, tmp_path)
     steps: list[str] = []
     dies_at: int | None = None
-    doing = {"apply": PostgresSink.apply, "commit": PostgresSink.commit}
+    names = ("_write_small", "load", "upsert") if transactions == "one" else ("apply", "commit")
+    doing = {name: getattr(PostgresSink, name) for name in names}
 
     def at(name: str, *given: Any) -> Any:
         steps.append(name)
@@ -258,6 +265,7 @@ def test_the_driver_recognises_a_batch_that_comes_again_after_a_kill_at_any_step
             with pytest.raises(KeyboardInterrupt):
                 query.run()
             dies_at = None
+            forget(cities.url)  # the connections end with the process
         query.run()
         query.run(replace(query.runner))  # after the commit downstream, and before Spark's commit log
         query.number += 1

@@ -25,7 +25,9 @@ from replicad.errors import (
     UnknownTube,
     UsageError,
 )
-from replicad.spark.tubes import read_range
+from replicad.spark.holding import WHOLE, TubeHold
+from replicad.spark.tubes import TubeStreamReader, read_range
+from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
 
 from ..integration.clients.proxy import FaultProxy
@@ -212,6 +214,38 @@ def test_an_idle_trigger_costs_a_few_requests_not_thousands(daemon: FakeDaemon) 
     for _ in range(3):
         assert not query.trigger()
     assert len(daemon.requests) - before <= 9
+
+
+def test_a_batch_of_few_pods_is_planned_with_few_requests(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the whole tube, and one for each partition until all of its pods were found."""
+    daemon.make_tube("t", 4)
+    monkeypatch.setattr(TubeStreamReader, "reportLatestOffset", lambda _: None)  # it has requests of its own
+    plans: list[tuple[Part, int]] = []
+    plan = TubeHold.plan
+
+    def counted(hold: TubeHold, part: Part, *given: Any, **bounds: Any) -> Any:
+        found = plan(hold, part, *given, **bounds)
+        plans.append((part, found.pods))
+        return found
+
+    monkeypatch.setattr(TubeHold, "plan", counted)
+    query = Query(options(daemon, **QUICK, maxIdsPerTask="1000"))
+    for number in range(12):
+        daemon.touch("t", number % 3, [number])
+        plans.clear()
+        assert query.trigger()
+        (first, *between, last) = plans
+        assert (first, last[1]) == ((WHOLE, 1), 1)
+        assert len(between) <= 3
+        assert not any(pods for _, pods in between)
+    plans.clear()
+    assert not query.trigger()
+    assert plans == [(WHOLE, 0)]
+    for shard, op in ((0, "B"), (1, "U"), (2, "B")):
+        daemon.touch("t", shard, [50 + shard], op=op)
+    query.drain()
+    assert sorted(query.ids) == [*range(12), 50, 51, 52]
+    assert daemon.tubes["t"].pods == {}
 
 
 def test_enough_pods_are_waited_for_but_not_for_ever(daemon: FakeDaemon) -> None:

@@ -843,15 +843,7 @@ class DownstreamThread:
             return
         self._last, self._unreported, self._reported_at = None, PipelineResult(), time.monotonic()
         self._reporter.send(
-            replace(
-                last,
-                pods=total.pods,
-                ids=total.ids,
-                written=total.rows_written,
-                deleted=total.rows_deleted,
-                garbage=total.garbage,
-                seconds=total.seconds,
-            ),
+            last.of_several(total),
             {"query": self._shared.query, "newest": self._noted},
         )
 

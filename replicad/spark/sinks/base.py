@@ -181,6 +181,13 @@ class Sink(ABC):
         del batch, applied
         return None
 
+    def write_small(
+        self, shape: Shape, batch: BatchId, tasks: Mapping[int, Sequence[EnrichedRows]]
+    ) -> tuple[dict[int, Applied], int | None]:
+        """On the driver: `apply` for each task of a small batch, whose changes are in memory, and `commit`."""
+        applied = {task: self.apply(shape, batch, task, changes) for task, changes in tasks.items()}
+        return applied, self.commit(batch, list(applied.values()))
+
     def try_out(self, shape: Shape, changes: EnrichedRows) -> None:
         """On the driver, after batches failed: write these changes, or find out whether they would be taken.
 

@@ -12,11 +12,14 @@ it when its client is silent for `_IDLE_LOCKED` seconds.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -54,7 +57,14 @@ IDLE_LOADING = 600  # the same while it loads rows and holds none; a chunk takes
 _PART = r'(?:"(?:[^"]|"")+"|[A-Za-z_][A-Za-z0-9_$]*)'
 _NAME = re.compile(rf"(?:({_PART})\.)?({_PART})")
 
+T = TypeVar("T")
+
 log = get_logger("replicad.spark")
+
+_stages: WeakKeyDictionary[Any, set[str]] = (
+    WeakKeyDictionary()
+)  # the temporary tables of a connection for small batches
+_columns: dict[tuple[str, str], tuple[str, Mapping[str, str]]] = {}  # by URL and table, with a digest of the catalog
 
 BATCHES = """
 CREATE TABLE IF NOT EXISTS {batches} (
@@ -69,6 +79,22 @@ ON CONFLICT (query, target, task) DO UPDATE SET batch = excluded.batch, step = e
 WHERE b.batch < excluded.batch OR (b.batch = excluded.batch AND b.step < excluded.step AND b.mark = excluded.mark)
 RETURNING true"""
 LAST = "SELECT batch, step, mark FROM {batches} WHERE query = $1 AND target = $2 AND task = $3"
+_BEGIN_SMALL = f"""
+SELECT pg_catalog.set_config('idle_in_transaction_session_timeout', '{{idle}}s', true),
+  pg_catalog.set_config('lock_timeout', '{LOCKED_WAIT}s', true),
+  (SELECT pg_catalog.md5(pg_catalog.string_agg(pg_catalog.concat_ws(' ', attnum, attname, atttypid, atttypmod), ','
+    ORDER BY attnum)) FROM pg_catalog.pg_attribute
+    WHERE attrelid = $3::text::pg_catalog.regclass AND attnum > 0 AND NOT attisdropped),
+  (SELECT pg_catalog.json_object_agg(task, pg_catalog.json_build_array(batch, step, mark))::text FROM {{batches}}
+    WHERE query = $1 AND target = $2 AND task = ANY ($4::int[]))"""
+_CLAIM_SMALL = """
+INSERT INTO {batches} AS b (query, target, task, batch, step, mark, written)
+SELECT $1, $2, t.task, $3, $4, $5, t.written FROM ROWS FROM (unnest($6::int[]), unnest($7::bigint[])) t (task, written)
+ORDER BY t.task
+ON CONFLICT (query, target, task) DO UPDATE SET batch = excluded.batch, step = excluded.step, mark = excluded.mark,
+  written = excluded.written, deleted = 0, at = now()
+WHERE b.batch < excluded.batch OR (b.batch = excluded.batch AND b.step < excluded.step AND b.mark = excluded.mark)
+RETURNING task"""
 LASTS = """
 SELECT COALESCE(max(batch) FILTER (WHERE task = $3), -1), COALESCE(max(batch), -1)
 FROM {batches} WHERE query = $1 AND target = $2"""
@@ -240,6 +266,9 @@ class PostgresSink(Sink):
             driver.commit()
             return applied
 
+        return self._unless_locked(work)
+
+    def _unless_locked(self, work: Callable[[Any], T]) -> T:
         try:
             return patiently(self.url, work, transactional=True, patience=self.patience)
         except DatabaseError as error:
@@ -248,6 +277,73 @@ class PostgresSink(Sink):
             raise DownstreamUnavailable(
                 f"the downstream table {self.table} has a locked row, for more than {LOCKED_WAIT} s{self._holder()}"
             ) from error
+
+    def write_small(
+        self, shape: Shape, batch: BatchId, tasks: Mapping[int, Sequence[EnrichedRows]]
+    ) -> tuple[dict[int, Applied], None]:
+        """One transaction for all tasks and the driver, with a few statements.
+
+        Raises:
+            DownstreamUnavailable: another transaction has locked a row for too long, or has written a task meanwhile.
+        """
+
+        def work(driver: Any) -> dict[int, Applied]:
+            made = set(_stages.get(driver, ()))
+            with driver.cursor() as cursor:
+                applied = self._write_small(cursor, shape, batch, tasks, made)
+            driver.commit()
+            _stages[driver] = made  # a transaction that is rolled back takes its table with it
+            return applied
+
+        return self._unless_locked(work), None
+
+    def _write_small(
+        self,
+        cursor: Any,
+        shape: Shape,
+        batch: BatchId,
+        tasks: Mapping[int, Sequence[EnrichedRows]],
+        made: set[str],
+    ) -> dict[int, Applied]:
+        numbers = pa.scalar([*tasks, _DRIVER], pa.list_(pa.int32()))
+        begin = _BEGIN_SMALL.format(idle=_IDLE_LOCKED, batches=self._batches)
+        [(_, _, digest, text)] = ask(cursor, begin, batch.query, self.table, self.table, numbers)
+        last = {int(task): tuple(known) for task, known in json.loads(text or "{}").items()}
+        left = [task for task in (*tasks, _DRIVER) if not batch.is_repeated(last.get(task))]
+        applied = {task: Applied(repeated=True) for task in tasks}
+        if not left:
+            return applied
+        changes = {task: tasks[task] for task in left if task != _DRIVER}
+        loaded = self.load(cursor, shape, itertools.chain.from_iterable(changes.values()), made) if changes else None
+        written = {task: sum(change.writes.num_rows for change in found) for task, found in changes.items()}
+        claimed = ask(
+            cursor,
+            _CLAIM_SMALL.format(batches=self._batches),
+            *(batch.query, self.table, batch.number, batch.step, batch.mark),
+            pa.scalar(left, pa.list_(pa.int32())),
+            pa.scalar([written.get(task, 0) for task in left], pa.list_(pa.int64())),
+        )
+        if len(claimed) < len(left):
+            raise DownstreamUnavailable(f"batch {batch.number} of table {self.table} was written by another session")
+        if loaded is None:
+            return applied
+        there = self._columns_of(cursor, digest)
+        for task, found in changes.items():
+            deleted = sum(self.delete(cursor, shape, change.deletes, there) for change in found)
+            if deleted:
+                counts = (batch.query, self.table, task, written[task], deleted)
+                ask(cursor, COUNT.format(batches=self._batches), *counts)
+            applied[task] = Applied(written[task], deleted)
+        self.upsert(cursor, shape, loaded, there)
+        return applied
+
+    def _columns_of(self, cursor: Any, digest: str) -> Mapping[str, str]:
+        """As `columns`, from memory while the columns have the same digest."""
+        key = (self.url, self.table)
+        known = _columns.get(key)
+        if known is None or known[0] != digest:
+            known = _columns[key] = (digest, self.columns(cursor))
+        return known[1]
 
     def _holder(self) -> str:
         """Who has held locks for the longest time, as the end of a sentence."""

@@ -3,31 +3,33 @@
 `World` has a table of one of several kinds (FORMS), with a stream of changes on it. Its writers run transactions of
 many statements: inserts, updates, deletes, changes of keys, ON CONFLICT, MERGE, queries that write twice, TRUNCATE,
 savepoints, rollbacks, two-phase commits, statements in triggers and functions that write the same rows again. Beside
-them snapshots are taken, and columns come and go. `apply` is what a reader does. `Reader` is a client of daemons, which
-may be bound to a part of the stream.
+them snapshots are taken, and columns come and go. The server may be exchanged for a standby meanwhile. `apply` is what
+a reader does. `Reader` is a client of daemons, which may be bound to a part of the stream.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
 from replicad.client.events import PositionMoved, Reset, RowBatch
-from replicad.errors import DatabaseError, StreamRefused
+from replicad.errors import DatabaseError, DatabaseUnavailable, StandbyRefused, StreamRefused
 from replicad.postgres.bridge import Connection, Database
 from replicad.streams.registry import RecordedChanges, Registry
 
 STREAM = "shop"
 KEYS = 24  # so few that transactions meet on the same rows
 WRITERS = 4
+AGAIN = 0.05  # seconds until another try while the server is away
 OLD_SHAPE = "42703"  # a column is gone: so ends a transaction at a higher level that began before an ALTER TABLE
 
+T = TypeVar("T")
 Copy = dict[str, dict[str, Any]]  # rows by the JSON of their keys
 
 
@@ -84,10 +86,13 @@ def apply(copy: Copy, changes: Iterable[Mapping[str, Any]]) -> None:
 
 
 class World:
-    """The table of a seed, its stream, and its writers."""
+    """The table of a seed, its stream, and its writers. `move`: exchanges the server while they run. Transactions that
+    it meets are lost, and the writers go on until it has ended, and some time after it.
+    """
 
-    def __init__(self, seed: int, db: Database) -> None:
-        self.seed, self.db = seed, db
+    def __init__(self, seed: int, db: Database, move: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.seed, self.db, self._move = seed, db, move
+        self._moved = trio.Event()
         self.form = FORMS[seed % len(FORMS)]
         self.registry = Registry(db)
         self.prepared = self.stream = 0
@@ -114,21 +119,54 @@ class World:
     async def write(self, number: int, transactions: int) -> None:
         """One writer: so many transactions."""
         chance = random.Random(self.seed * 1000 + number)
-        for _ in range(transactions):
-            async with self.db.connection() as connection:
-                level = chance.choice(["READ COMMITTED"] * 4 + ["REPEATABLE READ", "SERIALIZABLE"])
-                try:
-                    await self._transaction(connection, chance, level)
-                except (
-                    DatabaseError,
-                    StreamRefused,
-                ) as error:  # of a partition alone, TRUNCATE is refused at some levels
-                    code = error.sqlstate if isinstance(error, DatabaseError) else error.code
-                    if code != OLD_SHAPE or level == "READ COMMITTED":
-                        self.refused[code or "?"] = self.refused.get(code or "?", 0) + 1
-                    with suppress(DatabaseError):
-                        await connection.execute("ROLLBACK")
+        left = transactions
+        while left > 0:
+            level = chance.choice(["READ COMMITTED"] * 4 + ["REPEATABLE READ", "SERIALIZABLE"])
+            try:
+                async with self.db.connection() as connection:
+                    await self._written(connection, chance, level)
+            except DatabaseError as error:
+                if not self._is_away(error):
+                    raise
+                await trio.sleep(AGAIN)
+            if self._move is None or self._moved.is_set():
+                left -= 1
             await trio.lowlevel.checkpoint()
+
+    async def _written(self, connection: Connection, chance: random.Random, level: str) -> None:
+        try:
+            await self._transaction(connection, chance, level)
+        except (DatabaseError, StreamRefused) as error:  # of a partition alone, TRUNCATE is refused at some levels
+            if isinstance(error, DatabaseError) and self._is_away(error):
+                raise
+            code = error.sqlstate if isinstance(error, DatabaseError) else error.code
+            if code != OLD_SHAPE or level == "READ COMMITTED":
+                self.refused[code or "?"] = self.refused.get(code or "?", 0) + 1
+            with suppress(DatabaseError):
+                await connection.execute("ROLLBACK")
+
+    def _is_away(self, error: DatabaseError) -> bool:
+        """Whether this is the error of a server that is being exchanged."""
+        return self._move is not None and isinstance(error, DatabaseUnavailable | StandbyRefused)
+
+    async def _persist(self, step: Callable[[], Awaitable[T]]) -> T:
+        """Try a step again while the server is away."""
+        while True:
+            try:
+                return await step()
+            except DatabaseError as error:
+                if not self._is_away(error):
+                    raise
+                await trio.sleep(AGAIN)
+
+    async def _exchange(self) -> None:
+        """Exchange the server; roll back what was prepared by writers who lost theirs."""
+        assert self._move is not None
+        await self._move()
+        for (gid,) in await self._persist(lambda: self.db.fetch("SELECT gid FROM pg_prepared_xacts")):
+            with suppress(DatabaseError):  # a writer has ended it itself
+                await self.db.execute(f"ROLLBACK PREPARED '{gid}'")
+        self._moved.set()
 
     async def _transaction(self, connection: Connection, chance: random.Random, level: str) -> None:
         await connection.execute(f"BEGIN ISOLATION LEVEL {level}; SET LOCAL lock_timeout = '2s'")
@@ -142,7 +180,8 @@ class World:
         gid = f"shop {self.seed} {self.prepared}"
         await connection.execute(f"PREPARE TRANSACTION '{gid}'")
         await trio.sleep(chance.choice([0, 0.01, 0.05]))
-        await self.db.execute(f"{chance.choice(['COMMIT', 'COMMIT', 'ROLLBACK'])} PREPARED '{gid}'")
+        end = f"{chance.choice(['COMMIT', 'COMMIT', 'ROLLBACK'])} PREPARED '{gid}'"
+        await self._persist(lambda: self.db.execute(end))
 
     async def _statement(self, connection: Connection, chance: random.Random) -> None:
         sql = self._sql(chance)
@@ -212,26 +251,28 @@ class World:
             with suppress(DatabaseError):  # it waited too long behind a writer
                 await self.db.execute(f"SET lock_timeout = '1s'; ALTER TABLE shop {sql}; RESET lock_timeout")
             if chance.random() < 0.5:
-                await self.registry.look_after_changes()
+                await self._persist(self.registry.look_after_changes)
 
     async def snapshots(self, stream: int, done: trio.Event) -> None:
         """Send snapshots in small chunks, and ask for another one now and then, until the writers have ended."""
         while True:
-            step = await self.registry.snapshot_step(stream, size=3)
-            if step is None and any(one.finished_at is None for one in await self.registry.snapshots()):
+            step = await self._persist(lambda: self.registry.snapshot_step(stream, size=3))
+            if step is None and any(one.finished_at is None for one in await self._persist(self.registry.snapshots)):
                 await trio.sleep(0.01)  # a daemon is at it
             elif step is None:
                 if done.is_set():
                     return
-                await self.registry.request_snapshot(STREAM)
+                await self._persist(lambda: self.registry.request_snapshot(STREAM))
             await trio.lowlevel.checkpoint()
 
     async def take_ids(self, stream: int, done: trio.Event) -> None:
         """Take many ids now and then, so that changes come into several partitions."""
         while not done.is_set():
-            await self.db.execute(
-                "SELECT count(nextval($1::text::regclass)) FROM generate_series(1, 70000)",
-                f"replicad.change_{stream}_id_seq",
+            await self._persist(
+                lambda: self.db.execute(
+                    "SELECT count(nextval($1::text::regclass)) FROM generate_series(1, 70000)",
+                    f"replicad.change_{stream}_id_seq",
+                )
             )
             with trio.move_on_after(0.3):
                 await done.wait()
@@ -247,6 +288,8 @@ class World:
                 for number in range(WRITERS):
                     writers.start_soon(self.write, number, transactions)
                 writers.start_soon(self.change_columns)
+                if self._move is not None:
+                    writers.start_soon(self._exchange)
             done.set()
         return await self.difference(stream)
 
@@ -281,8 +324,9 @@ class World:
 
 @dataclass(eq=False)
 class Reader:
-    """A client that keeps a copy of the stream, or of the part to which the access file binds it (`value` of n).
-    `position`: up to where its copy goes. `wrong`: what it was sent and must not see.
+    """A client that keeps a copy of the stream, or of the part to which it is bound (`value` of n). `position`: up to
+    where its copy goes. `wrong`: what it was sent and must not see. `kept`: all changes with their tokens, of a client
+    that goes back where the history forked, so often as `returns`; None for one that may not be sent back.
     """
 
     name: str
@@ -290,19 +334,34 @@ class Reader:
     copy: Copy = field(default_factory=dict)
     position: int = -1
     wrong: str | None = None
+    kept: list[tuple[int, list[dict[str, Any]]]] | None = None
+    returns: int = 0
 
     def take(self, event: object) -> None:
         """Apply what was received."""
-        assert not isinstance(event, Reset), f"reader {self.name}: {event}"
-        if isinstance(event, PositionMoved):
+        if isinstance(event, Reset):
+            self._go_back(event)
+        elif isinstance(event, PositionMoved):
             self.position = max(self.position, event.token)
         elif isinstance(event, RowBatch):
             changes = [json.loads(row) for row in event.rows]
+            if self.kept is not None:
+                self.kept.append((int(event.token), changes))
             apply(self.copy, changes)
             self.position = int(event.token)
             for row in (change.get(place) for change in changes for place in ("row", "old") if change["op"] != "s"):
                 if self.value is not None and row is not None and str(row["n"]) != self.value:
                     self.wrong = self.wrong or f"reader {self.name} was sent {event.rows}"
+
+    def _go_back(self, reset: Reset) -> None:
+        """Make the copy again, of the changes up to the fork."""
+        assert self.kept is not None, f"reader {self.name}: {reset}"
+        self.returns += 1
+        upto = -1 if reset.token is None else reset.token
+        self.kept = [(token, changes) for token, changes in self.kept if token <= upto]
+        self.copy, self.position = {}, upto
+        for _, changes in self.kept:
+            apply(self.copy, changes)
 
     async def difference(self, world: World) -> str | None:
         """What is wrong with the copy; None if nothing is."""

@@ -21,9 +21,9 @@ from replicad.streams.serving.intervals import StreamIntervals
 from tests.daemons import Paces
 from tests.lengths import LONG
 
-pytestmark = pytest.mark.stress
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS") or 3)
+pytestmark = [pytest.mark.stress, pytest.mark.timeout(SECONDS + 300)]
 KEPT = 20_000 if LONG else 400  # changes
 SIZE = "SELECT sum(pg_total_relation_size(part)) FROM replicad.stream_change_parts(1)"
 PARTS = "SELECT count(*) FROM replicad.stream_change_parts(1)"
@@ -62,6 +62,7 @@ async def test_the_table_of_changes_stays_flat_beside_a_snapshot_that_is_held(
                 await trio.sleep_until(due)
             parts = await database.fetch_value(PARTS)
     assert len(sizes) > 9
+    print(f"{len(sizes) / 10:.0f} s, bytes: {sizes[:: max(1, len(sizes) // 20)]}; {parts} partitions")
     half = len(sizes) // 2
     assert max(sizes[half:]) <= 2 * max(sizes[:half]), sizes[:: max(1, len(sizes) // 50)]
     assert parts <= 3 + 10, "closed partitions are dropped"

@@ -45,6 +45,7 @@ BENCHMARKS = {
     "gaps": "Gaps: rows that readers by id miss beside eight writers, and what they wait; --scale 50 for ten million",
     "bloat": "Bloat: reading tubes while an old snapshot keeps acked pods from VACUUM, against the same without",
     "changes": "Streams of changes: throughput that writers keep, and readers who want only their value",
+    "snapshots": "Changes to readers: changes of a table to 1, 10 and 200 readers, and a snapshot beside writers",
     "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
 }  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Streams of changes: what they cost writers, beside an audit trigger and a tube; and many readers, each of one value.
 
 Writers: the same table four times, in turns, without a trigger, with an audit trigger for each row (`to_jsonb`),
-attached to a tube, and with a stream of changes. Readers: each follows the changes with its own value of a filter; the
-latency is from the time of the statement (`at` in the change) to the client, on one machine.
+attached to a tube, and with a stream of changes; the throughput, Postgres' processor time for each statement, and the
+WAL of each row. Readers: each follows the changes with its own value of a filter; the latency is from the time of the
+statement (`at` in the change) to the client, on one machine.
 """
 
 from __future__ import annotations
@@ -75,31 +76,57 @@ def _writers(options: Options, ours: System) -> list[Figure]:
             0.5,
         ),
     )
-    return [figure for what, script, goal in kinds for figure in _written(options, ours, what, script, goal)]
+    written = [figure for what, script, goal in kinds for figure in _written(options, ours, what, script, goal)]
+    return [*written, _wal(ours)]
+
+
+def _wal(ours: System) -> Figure:
+    """Bytes of WAL that each row of an UPDATE of 1,000 takes more than without a trigger."""
+    found: dict[str, float] = {}
+    for table in TABLES:
+        update = f"UPDATE shard_0001.{table} SET n = n + 1 WHERE id <= 1000"
+        ours.sql(*[update] * 5)  # whole pages come first
+        begin = ours.sql("SELECT pg_current_wal_insert_lsn()")
+        ours.sql(*[update] * 10)
+        found[table] = float(ours.sql(f"SELECT pg_current_wal_insert_lsn() - '{begin}'")) / 10_000
+    more = {table: found[table] - found["plain"] for table in TABLES}
+    return Figure(
+        "WAL of a changed row, more than without a trigger",
+        f"{more['recorded']:.0f} bytes",
+        f"an audit trigger {more['audited']:.0f} bytes, a tube {more['attached']:.0f}; the UPDATE itself "
+        f"{found['plain']:.0f}",
+        Spread.of([more["recorded"] / more["audited"]]),
+    )
 
 
 def _written(options: Options, ours: System, what: str, script: str, goal: float) -> Iterator[Figure]:
     found: dict[str, list[float]] = {table: [] for table in TABLES}
+    costs: dict[str, list[float]] = {table: [] for table in TABLES}
     seconds = max(1.0, SECONDS * min(1, options.scale))
     for number in range(options.runs):
         for table in TABLES[number % len(TABLES) :] + TABLES[: number % len(TABLES)]:
-            found[table].append(ours.transactions_per_second(script.format(t=table), seconds, clients=2))
+            before = ours.cpu_of_ended()
+            rate = ours.transactions_per_second(script.format(t=table), seconds, clients=2)
+            costs[table].append((ours.cpu_of_ended() - before) / (rate * max(1, round(seconds))) * 1e6)
+            found[table].append(rate)
             ours.sql(
                 f"DELETE FROM shard_0001.{table} WHERE id > {ROWS}", f"VACUUM shard_0001.{table}", "TRUNCATE audit"
             )
         ours.sql("TRUNCATE tube.bench", "CHECKPOINT")
     kept = {table: Spread.of_ratios(found[table], found["plain"]) for table in TABLES}
+    paid = {table: f"{Spread.of(costs[table]).middle:,.0f} us" for table in TABLES}
     yield Figure(
         f"{what}, 2 clients: throughput that is kept",
-        rates(found["recorded"], "/s"),
-        f"without {rates(found['plain'], '/s')}; a tube keeps {kept['attached'].middle:.2f}",
+        f"{rates(found['recorded'], '/s')}, {paid['recorded']}",
+        f"without {rates(found['plain'], '/s')}, {paid['plain']}; a tube, {paid['attached']}, keeps "
+        f"{kept['attached'].middle:.2f}",
         kept["recorded"],
         at_least=goal,
     )
     yield Figure(
         "  to an audit trigger for each row",
         "",
-        f"which keeps {kept['audited'].middle:.2f}",
+        f"{paid['audited']}, which keeps {kept['audited'].middle:.2f}",
         Spread.of_ratios(found["recorded"], found["audited"]),
         at_least=1.0,
     )

@@ -10,6 +10,7 @@
 #   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
 #   make test LOCK=requirements.lock         the packages of CI, exactly as they are pinned there
 #   make torture TORTURE_ARGS="--seed 7 --schedules 1"   one schedule of faults; TORTURE_ARGS=--help says more
+#   make torture TORTURE_ARGS="--cluster --schedules 5"   faults of a pipeline on a cluster of Spark; needs Java (docs/pipelines.md)
 #   make simulate SIMULATE_ARGS="--seed 7 --hours 10"    simulated hours of one seed; SIMULATE_ARGS=--help says more
 #   make mutants MUTANTS="replicad.client.ledger*"       the mutants of one module (docs/dev/mutants.md)
 #   make proof PROOF_ARGS="--fault 19 --fault 26"   a part of what docs/faults.md lists; PROOF_ARGS=--help says more

@@ -37,7 +37,8 @@ from replicad.spark import PipelineConfig, build_session, pipeline
 from replicad.spark.session import settings_of
 from replicad.spark.sinks import DeltaSink, ParquetSink, PostgresSink
 url, port, folder, kind, tables, trigger = sys.argv[1:]
-spark = build_session("bench", log_file=Path(folder) / "spark.log", config=settings_of(folder))
+config = settings_of(folder, short=trigger == "available_now")
+spark = build_session("bench", log_file=Path(folder) / "spark.log", config=config)
 sinks = {{
     "parquet": lambda name: ParquetSink(Path(folder) / "parquet" / name),
     "delta": lambda name: DeltaSink(f"{{folder}}/delta/{{name}}"),

@@ -89,6 +89,7 @@ def run(
 
     check_pyspark()  # pyarrow, which the next two need, comes with the same extra
     from replicad.spark import pipeline
+    from replicad.spark.pipeline_config import AVAILABLE_NOW
     from replicad.spark.pipeline_file import load_config
 
     loaded = load_config(config, database=settings.database, trigger=trigger)
@@ -96,7 +97,8 @@ def run(
     with exported("replicad-pipeline"), _stop_on_signals() as asked_to_stop:
 
         def make_session() -> SparkSession:
-            settings = {**settings_of(loaded.checkpoint), **loaded.spark}
+            short = loaded.trigger == AVAILABLE_NOW
+            settings = {**settings_of(loaded.checkpoint, short=short), **loaded.spark}
             return build_session(f"replicad {loaded.name}", log_file=spark_log, config=settings)
 
         result = pipeline.run(loaded, make_session, until=lambda _: asked_to_stop())

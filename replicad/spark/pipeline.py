@@ -300,7 +300,7 @@ def run(
         return PipelineResult()
     if spark is not None and not callable(spark):
         return made.to_the_end(spark)
-    settings = {**settings_of(config.checkpoint), **config.spark}
+    settings = {**settings_of(config.checkpoint, short=config.trigger == AVAILABLE_NOW), **config.spark}
     session = build_session(f"replicad {config.name}", config=settings) if spark is None else spark()
     try:
         return made.to_the_end(session)

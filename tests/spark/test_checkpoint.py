@@ -41,6 +41,10 @@ def uri(spark: SparkSession, tmp_path: Path) -> str:
 def test_only_a_checkpoint_of_this_machine_is_written_without_programs_for_each_file(tmp_path: Path) -> None:
     assert settings_of("s3a://bucket/state") == settings_of("hdfs://name/state") == {}
     assert settings_of(tmp_path) == settings_of(tmp_path.as_uri()) != {}
+    options = "spark.driver.defaultJavaOptions"  # Spark puts a user's own options behind them
+    assert options in settings_of(tmp_path, short=True)
+    assert settings_of("s3a://bucket/state", short=True).keys() == {options}
+    assert options not in settings_of(tmp_path)
     name = settings_of(tmp_path)["spark.sql.streaming.checkpointFileManagerClass"]
     [jar] = (Path(pyspark.__file__).parent / "jars").glob("spark-sql_*.jar")
     with zipfile.ZipFile(jar) as classes:

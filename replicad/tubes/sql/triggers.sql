@@ -25,7 +25,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         FROM (SELECT ARRAY(%3$s LIMIT 17) AS ids%4$s OFFSET 0) AS few
         WHERE cardinality(few.ids) BETWEEN 1 AND 16%5$s;
         IF FOUND THEN
-            RETURN NULL;
+            RETURN NEW;
         END IF;
     $sql$, tube_relation(tube), op, rows,
         ', ARRAY(' || rows_before || ' LIMIT 17) AS ids_before',
@@ -51,7 +51,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             WHERE cardinality(many.ids) <= 1000000%5$s
         ) AS cut;
         IF FOUND OR NOT EXISTS (SELECT FROM %6$s) THEN
-            RETURN NULL;
+            RETURN NEW;
         END IF;
     $sql$, tube_relation(tube), op, rows,
         ', ARRAY(' || rows_before || ' LIMIT 1000001) AS ids_before',
@@ -64,6 +64,7 @@ $$;
 -- An update touches the new rows. If a row no longer passes the predicate, or has another shard or id, the old row is
 -- touched too, because the downstream must delete it.
 -- variable_conflict use_column: a column of the table may have the name of a variable.
+-- RETURN NEW, which is NULL in a trigger of statements, takes no expression: plpgsql would prepare one once in each transaction.
 CREATE OR REPLACE FUNCTION tube_trigger_body(tube text, key name[], kind text, predicate text, routing text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $outer$
 DECLARE
@@ -78,7 +79,7 @@ BEGIN
         ('INSERT', 'I', rows_now, rows_now, NULL, 'tube_new_rows'),
         ('DELETE', 'D', rows_before, rows_before, NULL, 'tube_old_rows')
     ) AS e (name, op, few, rows, few_before, touched) LOOP
-        body := body || format(E'    IF TG_OP = %L THEN%s%s;\n        RETURN NULL;\n    END IF;\n',
+        body := body || format(E'    IF TG_OP = %L THEN%s%s;\n        RETURN NEW;\n    END IF;\n',
             event.name,
             CASE WHEN routing IS NULL THEN
                 tube_few_sql(tube, tube_op_sql(quote_literal(event.op)), event.few, event.few_before)
@@ -88,7 +89,7 @@ BEGIN
             tube_noted_sql(tube, tube_insert_sql(tube, tube_op_sql(quote_literal(event.op)), 'TG_ARGV[0]::integer',
                 event.rows, tube_pod_size(kind)::text, routed => routing IS NOT NULL)));
     END LOOP;
-    RETURN format(E'\n#variable_conflict use_column\nBEGIN\n%s    RETURN NULL;\nEND\n', body);
+    RETURN format(E'\n#variable_conflict use_column\nBEGIN\n%s    RETURN NEW;\nEND\n', body);
 END
 $outer$;
 

@@ -68,22 +68,24 @@ def run(options: Options) -> list[Figure]:
         with embedded_postgres(folder / "postgres") as url, System(url, folder).daemon() as daemon:
             servers = System(url, folder)
             rows = options.sized(ROWS)
-            _make_table(servers, "item", rows)
+            kinds = [kind for kind in ("parquet", "delta", "postgres") if options.picks(kind)]
+            if kinds or options.picks("updates"):
+                _make_table(servers, "item", rows)
             found: list[Figure] = []
-            for kind in ("parquet", "delta", "postgres"):
-                if options.picks(kind):
-                    found.append(_said(_backfill(servers, daemon, kind, rows)))
+            for kind in kinds:
+                found += _said([_backfill(servers, daemon, kind, rows)])
             if options.picks("updates"):
-                found += map(_said, _updates(servers, daemon, options))
+                found += _said(_updates(servers, daemon, options))
             if options.picks("tables"):
-                found += map(_said, _tables(servers, daemon))
+                found += _said(_tables(servers, daemon))
             return found
 
 
-def _said(figure: Figure) -> Figure:
-    """Print it at once: the whole takes minutes."""
-    print(f"  {figure}", file=sys.stderr, flush=True)
-    return figure
+def _said(figures: list[Figure]) -> list[Figure]:
+    """Print figures at once: the whole takes minutes, and may be broken off."""
+    for one in figures:
+        print(f"  {one.what}: {one.ours}; {one.beside}", file=sys.stderr, flush=True)
+    return figures
 
 
 def _make_table(servers: System, name: str, rows: int) -> None:

@@ -40,18 +40,6 @@ class BatchReport:
     seconds: float
     lag: float | None
 
-    def of_several(self, total: PipelineResult) -> BatchReport:
-        """The last of several batches, with the counts of all."""
-        return replace(
-            self,
-            pods=total.pods,
-            ids=total.ids,
-            written=total.rows_written,
-            deleted=total.rows_deleted,
-            garbage=total.garbage,
-            seconds=total.seconds,
-        )
-
     def counts(self) -> dict[str, object]:
         """The counts for the log and for `replicad top`."""
         counts = {name: getattr(self, name) for name in ("pods", "ids", "written", "deleted", "garbage", "repeated")}
@@ -132,6 +120,19 @@ class StepResult:
             applied=tuple(Applied(row["written"], row["deleted"], row["repeated"], row["note"] or "") for row in rows),
             traces=tuple(dict.fromkeys(trace for row in rows for trace in (row["traces"] or "").split())),
         )
+
+
+def of_several(last: BatchReport, total: PipelineResult) -> BatchReport:
+    """The last of several batches, with the counts of all."""
+    return replace(
+        last,
+        pods=total.pods,
+        ids=total.ids,
+        written=total.rows_written,
+        deleted=total.rows_deleted,
+        garbage=total.garbage,
+        seconds=total.seconds,
+    )
 
 
 PATIENCE = 2.0  # seconds for a connection or an answer
@@ -220,7 +221,7 @@ class ReportThread:
                 last, total, closing = self._last, self._sum, self._closing
                 self._last, self._sum = None, PipelineResult()
             if last is not None:
-                self._reporter.send(last.of_several(total))
+                self._reporter.send(of_several(last, total))
             if closing:
                 return
             with self._changed:

@@ -54,7 +54,7 @@ from replicad.spark.options import endpoint_of
 from replicad.spark.parking import RefusedIds, pods_with, search
 from replicad.spark.pipeline_config import AVAILABLE_NOW
 from replicad.spark.preflight import request_backfill
-from replicad.spark.reports import BatchReport, PipelineResult, Reporter, record_batch
+from replicad.spark.reports import BatchReport, PipelineResult, Reporter, of_several, record_batch
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.sinks.delta_upkeep import UpkeepThread
 from replicad.spark.touches import Control, deduplicate, touch_schema
@@ -843,7 +843,7 @@ class DownstreamThread:
             return
         self._last, self._unreported, self._reported_at = None, PipelineResult(), time.monotonic()
         self._reporter.send(
-            last.of_several(total),
+            of_several(last, total),
             {"query": self._shared.query, "newest": self._noted},
         )
 

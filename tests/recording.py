@@ -135,9 +135,9 @@ class RecordedHorizon(Horizon):
                 self._record_begin("connection", watched)
         return connection
 
-    async def _poll_on(self, connection: Connection) -> Any:
+    async def poll(self) -> Any:
         try:
-            return await super()._poll_on(connection)
+            return await super().poll()
         finally:
             self._record()  # also readings before a step failed: the next poll may build on it
 

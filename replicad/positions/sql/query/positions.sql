@@ -220,6 +220,49 @@ LEFT JOIN (
     )
 ) AS h ON TRUE
 
+-- name: horizon_nobody
+-- The same as horizon_holders where nobody in this database holds any lock that may count there, at a third of its cost.
+-- $1 oid[]: watched tables. $2 oid[]: watched sequences. $3 oid[], $4 text[], $5 text[], $6 oid[], $7 bigint[]: the arguments of
+-- stream_moved in streams/sql/faults.sql, whose queries are here without the function.
+-- `held`: somebody holds one, and horizon_holders says who. The locks are those of `locked` there that make a holder:
+-- locks on transactions and proofs only add to these.
+SELECT
+    (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint AS flushed,
+    ARRAY(
+        SELECT s.seqrelid FROM pg_sequence AS s
+        WHERE s.seqrelid = ANY ($2::oid[]) AND (s.seqcache > 1 OR s.seqincrement < 1 OR s.seqcycle)
+        UNION ALL
+        SELECT t.oid FROM unnest($1::oid[]) AS t (oid) WHERE NOT has_any_column_privilege(t.oid, 'SELECT')
+        UNION ALL
+        SELECT r.relation FROM unnest($3::oid[], $4::text[], $5::text[]) AS r (relation, schema, name)
+        WHERE r.relation <> (
+            SELECT c.oid FROM pg_class AS c
+            WHERE c.relname = r.name::name
+                AND c.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = r.schema::name)
+        )
+        UNION ALL
+        SELECT f.sequence FROM unnest($6::oid[], $7::bigint[]) AS f (sequence, feeds)
+        WHERE f.feeds <> (
+            SELECT coalesce(sum(d.objid::bigint), 0) FROM pg_depend AS d
+            WHERE d.refclassid = 'pg_class'::regclass AND d.refobjid = f.sequence AND d.classid = 'pg_attrdef'::regclass
+        )
+    ) AS unfit,
+    EXISTS (
+        SELECT FROM pg_locks AS l
+        WHERE l.granted
+            AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
+            AND (
+                (
+                    l.locktype = 'relation'
+                    AND l.mode IN ('RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+                )
+                OR (
+                    l.locktype = 'advisory' AND l.objsubid = 1 AND l.mode = 'ShareLock'
+                    AND l.classid::bigint >> 16 BETWEEN 20993 AND 29183
+                )
+            )
+    ) AS held
+
 -- name: horizon_identity
 -- Why the ids of streams may be rows of another table now, or NULL: what a function of ours in the schema {home} says of each.
 -- $1 integer[]: numbers of streams.

@@ -48,19 +48,26 @@ class Netcat:
         """The next lines but PINGs, each of which must match its pattern in full."""
         found = []
         for pattern in patterns:
-            line = await self.line()
-            while line.startswith("PING"):
-                line = await self.line()
+            [*_, line] = await self._told(".*", pings=False, wanted=pattern)
             assert re.fullmatch(pattern, line), f"expected {pattern!r}, got {line!r}"
             found.append(line)
         return found
 
     async def until(self, pattern: str) -> list[str]:
         """All lines up to and with the first that matches the pattern in full."""
-        found = [await self.line()]
-        while not re.fullmatch(pattern, found[-1]):
+        return await self._told(pattern, pings=True, wanted=pattern)
+
+    async def _told(self, pattern: str, *, pings: bool, wanted: str) -> list[str]:
+        """All lines up to and with the first that matches the pattern. `pings`: whether a PING may be it."""
+        found: list[str] = []
+        heard = trio.current_time()
+        while True:
             found.append(await self.line())
-        return found
+            ping = found[-1].startswith("PING")
+            if re.fullmatch(pattern, found[-1]) and (pings or not ping):
+                return found
+            heard = heard if ping else trio.current_time()
+            assert trio.current_time() < heard + PATIENCE, f"nothing but PINGs, and no {wanted!r}; {found[-5:]}"
 
     async def expect_exactly(self, *lines: str) -> None:
         await self.expect(*map(re.escape, lines))

@@ -130,7 +130,8 @@ def _result(outcome: str, began: float, *, by: str = "", why: str = "") -> dict[
 
 def _why(text: str) -> str:
     """The line that says what is wrong."""
-    for pattern in (r"^E +(\S.*)$", r"^(?:\w+(?:Error|Disagreement)|seed \d+ FAILED.*): ?.*$"):
+    ended = r"^(?:\w+(?:Error|Disagreement)|seed \d+ FAILED.*): ?.*$"
+    for pattern in (r"^E +(\S.*)$", r"^[ |]+(\w+Error: .*)$", ended):
         if found := re.search(pattern, text, re.MULTILINE):
             return (found[1] if found.groups() else found[0]).strip()
     return text.strip().rpartition("\n")[2]

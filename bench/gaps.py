@@ -1,24 +1,27 @@
 """Readers that go by ids, while eight writers commit out of order: the rows that each misses, and what it waits.
 
 Writers insert rows of a table with an id from a sequence: single rows, rows that are rolled back, and now and then a
-transaction that stays open for up to 2.5 s after its INSERT. A transaction on another table is open for 5 s at a time.
+transaction that stays open for up to 2.5 s after its INSERT. They are procedures that commit in a loop, at 8,000
+commits/s at most, and wait neither for a client nor for the disk. A transaction on another table is open for 5 s at a
+time.
 Each reader wants every row once, in one run beside the others:
 
 - max(id): reads what is above the highest id that it has seen
 - gap time-out: delivers up to the first missing id, and passes over one that has been missing for a second
 - xmin: orders by the transaction (xid8), and reads those below the oldest running one
-- LISTEN: a trigger notifies; the reader then reads what is above the highest id
+- LISTEN: one commit in fifty notifies (NOTIFY makes commits wait for each other); the reader then reads what is above
+  the highest id, and at the latest after 20 ms
 - lock-watch: a client of replicad over TCP
 - lock-watch, writers named: the same for a stream with a column that names the writer, so that an open transaction
   delays the rows of its writer only
 
-The delay is that of rows that were committed at once, from the INSERT to the reader.
+The delay is that of rows that were committed at once, from the INSERT to the reader. A row is lost for a reader that
+has it not when it has the last row of all.
 """
 
 from __future__ import annotations
 
 import re
-import select
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +36,16 @@ import psycopg
 from bench.readers import processes
 from bench.report import Bar, Figure, Spread, percentile
 from bench.system import Daemon, Options, System, connect, process, system
+from replicad.postgres.programs import find_programs
 
 COMMITS = 200_000  # at --scale 1; --scale 50 is the long form
 WRITERS = 8
-SHARES = {"short": 4500, "rolled_back": 499, "long": 1}  # of five thousand transactions
+RATE = 8000  # transactions a second of all writers, at most
 POLL = 0.02  # seconds between two looks
 GAP = 1.0  # seconds until a missing id is passed over
 LOCKS = "lock-watch"
-REST = 6.0  # seconds after the writers have ended in which rows may still arrive
+END = "e"  # the kind of the last row, at which readers end
+REST = 300.0  # seconds after the writers have ended in which it must arrive
 TABLE = """
 CREATE TABLE gaps (
     id bigserial PRIMARY KEY, kind "char" NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -49,13 +54,32 @@ CREATE TABLE gaps (
 CREATE INDEX gaps_xid ON gaps (xid, id);
 CREATE TABLE elsewhere (n int);
 CREATE FUNCTION gaps_notify() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN NOTIFY gaps; RETURN NULL; END $$;
-CREATE TRIGGER gaps_notify AFTER INSERT ON gaps FOR EACH STATEMENT EXECUTE FUNCTION gaps_notify();
+CREATE TRIGGER gaps_notify AFTER INSERT ON gaps FOR EACH ROW WHEN (NEW.id % 50 = 0) EXECUTE FUNCTION gaps_notify();
+CREATE PROCEDURE gaps_write(transactions int, rate float8) LANGUAGE plpgsql AS $$
+DECLARE
+    begun timestamptz := clock_timestamp();
+    chance int;
+BEGIN
+    FOR number IN 1..transactions LOOP
+        chance := floor(random() * 5000);
+        IF chance = 0 THEN
+            INSERT INTO gaps (kind) VALUES ('l');
+            PERFORM pg_sleep(0.1 + 2.4 * random());
+            COMMIT;
+        ELSIF chance < 500 THEN
+            INSERT INTO gaps (kind) VALUES ('r');
+            ROLLBACK;
+        ELSE
+            INSERT INTO gaps (kind) VALUES ('s');
+            COMMIT;
+        END IF;
+        IF number % 20 = 0 THEN
+            PERFORM pg_sleep(number / rate - extract(epoch FROM clock_timestamp() - begun));
+            COMMIT;
+        END IF;
+    END LOOP;
+END $$;
 """
-SCRIPTS = {
-    "short": "INSERT INTO gaps (kind) VALUES ('s');\n",
-    "rolled_back": "BEGIN;\nINSERT INTO gaps (kind) VALUES ('r');\nROLLBACK;\n",
-    "long": "\\set ms random(100, 2500)\nBEGIN;\nINSERT INTO gaps (kind) VALUES ('l');\n\\sleep :ms ms\nCOMMIT;\n",
-}
 OTHER = "BEGIN;\nINSERT INTO elsewhere VALUES (1);\n\\sleep 5 s\nCOMMIT;\n\\sleep 1 s\n"
 ROW = "json_build_array(t.id, extract(epoch FROM t.at), t.kind)"
 _RDATA = re.compile(rb"^RDATA \S+ \S+ \S+ \[(\d+), ([0-9.]+), \"(.)\"\]$", re.MULTILINE)
@@ -70,6 +94,7 @@ class Kept:
 
     ids: array[int]
     delays: array[float]  # of rows that were committed at once
+    ended: bool = False  # the last row is among them
 
     def take(self, rows: Sequence[Row]) -> None:
         """They have arrived now."""
@@ -78,6 +103,8 @@ class Kept:
             self.ids.append(id_)
             if kind == "s":
                 self.delays.append(now - at)
+            elif kind == END:
+                self.ended = True
 
 
 def run(options: Options) -> list[Figure]:
@@ -108,10 +135,12 @@ def _race(ours: System, daemon: Daemon, commits: int) -> tuple[dict[str, Kept], 
         began = time.monotonic()
         _write(ours, commits)
         seconds = time.monotonic() - began
-        time.sleep(REST)
-        for pipe in pipes:
-            pipe.send("stop")
-        found = {name: pipe.recv() for name, pipe in zip(readers, pipes, strict=True)}
+        ours.sql(f"INSERT INTO gaps (kind) VALUES ('{END}')")
+        found = {}
+        for name, pipe in zip(readers, pipes, strict=True):
+            if not pipe.poll(max(0.0, began + seconds + REST - time.monotonic())):
+                raise RuntimeError(f"{name} has not got the last row after {REST:.0f} s")
+            found[name] = pipe.recv()
     with psycopg.connect(ours.url) as connection:
         there = np.array([id_ for (id_,) in connection.execute("SELECT id FROM gaps")], dtype=np.int64)
     return found, seconds, there
@@ -119,18 +148,16 @@ def _race(ours: System, daemon: Daemon, commits: int) -> tuple[dict[str, Kept], 
 
 def _write(ours: System, commits: int) -> None:
     """Each writer is a program of its own, with a name."""
-    words = []
-    for name, share in SHARES.items():
-        file = ours.folder / f"{name}.sql"
-        file.write_text(SCRIPTS[name], encoding="utf-8")
-        words += ["-f", f"{file}@{share}"]
-    base = ours.pgbench(SCRIPTS["short"], clients=1)
-    at = base.index("-f")
-    command = [*base[:at], *words, *base[at + 2 : -1], "-t", str(max(1, commits // WRITERS)), base[-1]]
+    call = f"CALL gaps_write({max(1, commits // WRITERS)}, {RATE / WRITERS})"
+    command = [str(find_programs() / "psql"), "-X", "-q", "-c", call, ours.url]
+    names = [f"w{number}" for number in range(WRITERS)]
     with ExitStack() as stack:
-        started = [stack.enter_context(process(command, PGAPPNAME=f"w{number}")) for number in range(WRITERS)]
-        if any(pgbench.wait() for pgbench in started):
-            raise RuntimeError("pgbench failed")
+        started = [
+            stack.enter_context(process(command, PGAPPNAME=name, PGOPTIONS="-c synchronous_commit=off"))
+            for name in names
+        ]
+        if any(psql.wait() for psql in started):
+            raise RuntimeError("psql failed")
 
 
 def _figure(name: str, kept: Kept, there: Any, seconds: float) -> Figure:
@@ -150,18 +177,17 @@ def _figure(name: str, kept: Kept, there: Any, seconds: float) -> Figure:
 
 
 def follow(pipe: Connection, how: Callable[[psycopg.Connection], Iterator[list[Row]]], url: str) -> None:
-    """Read in one way until told to stop."""
+    """Read in one way until the last row."""
     kept = Kept(array("q"), array("d"))
     with psycopg.connect(url, autocommit=True, application_name="bench reader") as connection:
         looks = how(connection)
         next(looks)
         pipe.send("ready")
-        while not pipe.poll():
+        while not kept.ended:
             rows = next(looks)
             kept.take(rows)
             if not rows:
                 time.sleep(POLL)
-    pipe.recv()
     pipe.send(kept)
 
 
@@ -175,13 +201,14 @@ def by_highest(connection: psycopg.Connection) -> Iterator[list[Row]]:
 
 
 def by_listening(connection: psycopg.Connection) -> Iterator[list[Row]]:
-    """The same, when a notification has come."""
+    """The same, when a notification has come, and after POLL."""
     connection.execute("LISTEN gaps")
     looks = by_highest(connection)
     yield next(looks)
     while True:
-        heard = any(True for _ in connection.notifies(timeout=POLL, stop_after=1))
-        yield next(looks) if heard else []
+        for _ in connection.notifies(timeout=POLL, stop_after=1):
+            pass
+        yield next(looks)
 
 
 def by_gaps(connection: psycopg.Connection) -> Iterator[list[Row]]:
@@ -224,19 +251,16 @@ def _above(connection: psycopg.Connection, last: int) -> list[Row]:
 
 
 def follow_daemon(pipe: Connection, host: str, port: int, stream: str) -> None:
-    """Read a stream of a daemon until told to stop."""
+    """Read a stream of a daemon until the last row."""
     kept = Kept(array("q"), array("d"))
     with connect(host, port, f"REPLICATE {stream} EARLIEST\n".encode()) as link:
         rest = b""
         while b"POSITION" not in rest:
             rest += link.recv(1 << 16)
         pipe.send("ready")
-        while not pipe.poll():
-            if not select.select([link], [], [], POLL)[0]:
-                continue
+        while not kept.ended:
             if not (data := link.recv(1 << 18)):
                 raise ConnectionError(f"the daemon has closed the connection: {rest[-300:]!r}")
             lines, newline, rest = (rest + data).rpartition(b"\n")
             kept.take([(int(id_), float(at), kind.decode()) for id_, at, kind in _RDATA.findall(lines + newline)])
-    pipe.recv()
     pipe.send(kept)

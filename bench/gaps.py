@@ -45,7 +45,7 @@ POLL = 0.02  # seconds between two looks
 GAP = 1.0  # seconds until a missing id is passed over
 LOCKS = "lock-watch"
 END = "e"  # the kind of the last row, at which readers end
-REST = 300.0  # seconds after the writers have ended in which it must arrive
+REST = 60.0  # seconds after the writers have ended in which it must arrive, and as long again as they took
 TABLE = """
 CREATE TABLE gaps (
     id bigserial PRIMARY KEY, kind "char" NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -138,8 +138,8 @@ def _race(ours: System, daemon: Daemon, commits: int) -> tuple[dict[str, Kept], 
         ours.sql(f"INSERT INTO gaps (kind) VALUES ('{END}')")
         found = {}
         for name, pipe in zip(readers, pipes, strict=True):
-            if not pipe.poll(max(0.0, began + seconds + REST - time.monotonic())):
-                raise RuntimeError(f"{name} has not got the last row after {REST:.0f} s")
+            if not pipe.poll(max(0.0, began + 2 * seconds + REST - time.monotonic())):
+                raise RuntimeError(f"{name} has not got the last row {seconds + REST:.0f} s after it was written")
             found[name] = pipe.recv()
     with psycopg.connect(ours.url) as connection:
         there = np.array([id_ for (id_,) in connection.execute("SELECT id FROM gaps")], dtype=np.int64)

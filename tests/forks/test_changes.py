@@ -65,6 +65,9 @@ async def test_readers_go_back_to_the_fork_and_end_equal_to_the_table(
             world = World(seed, database, promote)
             await world.begin()
             async with open_daemon(settings, cluster.url, paces=paces) as daemon, trio.open_nursery() as nursery:
+                with trio.fail_after(3 * PATIENCE):
+                    while STREAM not in daemon.publisher.served:
+                        await trio.sleep(0.05)
                 for reader in readers:
                     nursery.start_soon(follow, reader, daemon.addresses[0].port)
                 assert await world.play(transactions=40 if LONG else 10) is None

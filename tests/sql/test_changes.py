@@ -312,6 +312,17 @@ async def test_what_may_have_been_missed_is_shown_until_all_rows_are_sent_anew(
     assert [found[:2] for found in await changes(database)][-3:] == [("t", None), ("s", None), ("r", 1)]
 
 
+async def test_a_look_leaves_a_stream_that_another_session_has_locked_to_the_next_one(database: Database) -> None:
+    registry = await record(database)
+    await database.execute("UPDATE replicad.stream_changes SET extended = NULL")
+    async with database.connection() as other:
+        await other.execute("BEGIN; SELECT FROM replicad.stream_changes FOR UPDATE")
+        assert await registry.look_after_changes() == []
+        await other.execute("ROLLBACK")
+    await registry.look_after_changes()
+    assert await database.fetch_value("SELECT extended IS NOT NULL FROM replicad.stream_changes")
+
+
 async def test_a_chunk_waits_for_writers_that_may_have_lower_ids_and_reports_them(database: Database) -> None:
     registry = await record(database)
     await database.execute("INSERT INTO t VALUES (1, 0), (2, 0)")

@@ -807,7 +807,8 @@ $$;
 -- the sequence to its end, so that old changes go by whole partitions soon. A partition is closed with a quarter as many ids as there
 -- are changes, and with at least 100,000. Ids of transactions that are open now stay in it: the positions of readers wait for them, as ever. It is not
 -- closed while the only next one was made after a statement began that writes now (stream_change_older); its ids suffice
--- for that. Call it, each time in a transaction of its own, until it returns false. Writes tables, stream_changes, and the sequence.
+-- for that. A stream of which another session has a lock longer than lock_timeout is left to the next call. Call it, each time in a transaction of its
+-- own, until it returns false. Writes tables, stream_changes, and the sequence.
 CREATE OR REPLACE FUNCTION stream_changes_extend() RETURNS boolean
 LANGUAGE plpgsql SET lock_timeout = '100ms' AS $$
 DECLARE
@@ -820,25 +821,29 @@ DECLARE
 BEGIN
     FOR s IN SELECT x.* FROM stream x WHERE EXISTS (SELECT FROM stream_changes y WHERE y.stream = x.number) ORDER BY x.number LOOP
         CONTINUE WHEN NOT pg_try_advisory_xact_lock(hashtext('replicad changes'), s.number);  -- another daemon is at it
-        SELECT x.* INTO c FROM stream_changes x WHERE x.stream = s.number;
-        taken := pg_sequence_last_value(s.sequence);
-        CONTINUE WHEN c.stream IS NULL OR taken IS NULL;
-        IF c.extended IS NULL THEN
-            c.extended := pg_snapshot_xmax(pg_current_snapshot());
-            UPDATE stream_changes x SET extended = c.extended WHERE x.stream = c.stream;
-        END IF;
-        SELECT p.* INTO present FROM stream_change_parts(c.stream) p WHERE taken BETWEEN p.first AND p.last;
-        SELECT count(*) INTO ahead FROM stream_change_parts(c.stream) p WHERE p.first > taken;
-        CONTINUE WHEN ahead >= 3 AND (present.last = taken OR taken - present.first < 99999);
-        old := stream_change_older(s.relation, c.extended);
-        IF ahead < 3 AND NOT old AND stream_change_parts_ensure(c.stream, taken) THEN
-            UPDATE stream_changes x SET extended = NULL WHERE x.stream = c.stream;
-            RETURN true;
-        ELSIF present.last > taken AND taken - present.first >= 99999 AND (ahead > 1 OR ahead = 1 AND NOT old)
-                AND taken - present.first >= stream_change_kept(c.stream, taken) / 4 THEN
-            PERFORM setval(s.sequence, present.last);
-            RETURN true;
-        END IF;
+        BEGIN
+            SELECT x.* INTO c FROM stream_changes x WHERE x.stream = s.number;
+            taken := pg_sequence_last_value(s.sequence);
+            CONTINUE WHEN c.stream IS NULL OR taken IS NULL;
+            IF c.extended IS NULL THEN
+                c.extended := pg_snapshot_xmax(pg_current_snapshot());
+                UPDATE stream_changes x SET extended = c.extended WHERE x.stream = c.stream;
+            END IF;
+            SELECT p.* INTO present FROM stream_change_parts(c.stream) p WHERE taken BETWEEN p.first AND p.last;
+            SELECT count(*) INTO ahead FROM stream_change_parts(c.stream) p WHERE p.first > taken;
+            CONTINUE WHEN ahead >= 3 AND (present.last = taken OR taken - present.first < 99999);
+            old := stream_change_older(s.relation, c.extended);
+            IF ahead < 3 AND NOT old AND stream_change_parts_ensure(c.stream, taken) THEN
+                UPDATE stream_changes x SET extended = NULL WHERE x.stream = c.stream;
+                RETURN true;
+            ELSIF present.last > taken AND taken - present.first >= 99999 AND (ahead > 1 OR ahead = 1 AND NOT old)
+                    AND taken - present.first >= stream_change_kept(c.stream, taken) / 4 THEN
+                PERFORM setval(s.sequence, present.last);
+                RETURN true;
+            END IF;
+        EXCEPTION WHEN lock_not_available THEN
+            CONTINUE;  -- the next call tries again
+        END;
     END LOOP;
     RETURN false;
 END

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,17 +18,15 @@ from pathlib import Path
 
 import psutil
 
+from bench.local import FOLLOWED, OTHERS, ROWS, TABLES, TRANSACTIONS, WARM, fresh_rows, timed_updates
 from bench.local import GOALS as GOALS_OF_LOCAL
-from bench.local import OTHERS, ROWS, timed_updates
 from bench.report import Figure, Spread, amount, latency, percentile
 from bench.system import Daemon, Options, System, cpu_of_all, wait_until
 from replicad.postgres.embedded import embedded_postgres
-from replicad.spark.database import connection
 
 GOALS = (0.100, 0.200)  # seconds from an UPDATE to its row, p50 and p99
 RATE = 100_000  # rows for each second of processor time
-TABLES, FRESH, TRANSACTIONS = 12, 0.5, 50  # tables of one driver, seconds (p50), and transactions in a second for all
-WARM, FOLLOWED = 15.0, 30.0  # seconds for which they run before they are followed, and are followed
+FRESH = 0.5  # seconds from an UPDATE of one of twelve tables to its row (p50)
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -173,9 +170,9 @@ def _tables(servers: System, daemon: Daemon) -> list[Figure]:
         wait_until(lambda: servers.sql(f"SELECT {there}") == str(TABLES), "a row of each table", driver, 150)
         started, spent = time.monotonic() - began, cpu_of_all(driver)
         warm = range(int(WARM * TRANSACTIONS))
-        _fresh(servers.url, names, warm)
+        fresh_rows(servers.url, names, warm)
         before, at = cpu_of_all(driver), time.monotonic()
-        seconds = _fresh(servers.url, names, range(len(warm), len(warm) + int(FOLLOWED * TRANSACTIONS)))
+        seconds = fresh_rows(servers.url, names, range(len(warm), len(warm) + int(FOLLOWED * TRANSACTIONS)))
         if driver.poll() is not None:
             raise RuntimeError(
                 f"the driver of {TABLES} tables ended: {(servers.folder / 'driver.log').read_text()[-2000:]}"
@@ -194,41 +191,3 @@ def _tables(servers: System, daemon: Daemon) -> list[Figure]:
         at_most=1.0,
     )
     return [start, fresh]
-
-
-def _fresh(url: str, names: list[str], numbers: range) -> list[float]:
-    """Update rows at the rate, with these values; the seconds that the timed updates took."""
-    seconds: list[float] = []
-    waiting: dict[tuple[str, int], float] = {}
-    ending, lock = threading.Event(), threading.Lock()
-
-    def look() -> None:
-        with connection(url).cursor() as cursor:
-            while not ending.is_set() or waiting:
-                with lock:
-                    seen = dict(waiting)
-                for (name, number), began in seen.items():
-                    cursor.execute(f"SELECT price FROM dw.{name} WHERE id = {number % 1000 + 1}")
-                    found = cursor.fetchone()
-                    if (found is not None and found[0] == float(number)) or time.monotonic() > began + 30:
-                        seconds.append(time.monotonic() - began)
-                        del waiting[name, number]
-                time.sleep(0.005)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    begun = time.monotonic()
-    with connection(url).cursor() as cursor:
-        for number in numbers:
-            name = names[number % len(names)]
-            began = time.monotonic()
-            cursor.execute(f"UPDATE {name} SET price = {number} WHERE id = {number % 1000 + 1}")
-            if number % 5 == 0:
-                with lock:
-                    waiting[name, number] = began
-            ahead = begun + (number - numbers.start + 1) / TRANSACTIONS - time.monotonic()
-            if ahead > 0:
-                time.sleep(ahead)
-    ending.set()
-    looking.join()
-    return seconds

@@ -34,7 +34,7 @@ import numpy as np
 import psycopg
 
 from bench.readers import processes
-from bench.report import Bar, Figure, Spread, percentile
+from bench.report import Bar, Figure, Spread
 from bench.system import Daemon, Options, System, connect, process, system
 from replicad.postgres.programs import find_programs
 
@@ -164,7 +164,7 @@ def _figure(name: str, kept: Kept, there: Any, seconds: float) -> Figure:
     seen = np.frombuffer(kept.ids, dtype=np.int64) if len(kept.ids) else np.array([], dtype=np.int64)
     lost = len(np.setdiff1d(there, seen))
     twice = len(seen) - len(np.unique(seen))
-    p50, p99, longest = (percentile(kept.delays, share) * 1000 for share in (0.5, 0.99, 1.0))
+    p50, p99, longest = (np.quantile(np.frombuffer(kept.delays), (0.5, 0.99, 1.0)) * 1000).tolist()
     text = f"{lost:,} lost{f', {twice:,} twice' if twice else ''}; {p50:.1f} / {p99:.1f} / {longest:.0f} ms"
     what = f"{name}: rows lost of {len(there):,}; delay p50 / p99 / longest ({len(there) / seconds:,.0f} commits/s)"
     shown = Bar("Rows lost", "", name, float(lost)), Bar("Delay, p99, in ms", "", name, p99)

@@ -96,7 +96,7 @@ async def _(world: World) -> None:
     await world.sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
 
 
-@scenario("schema", WARNING, "another build of version 1")
+@scenario("schema", WARNING, "another build of version")
 async def _(world: World) -> None:
     await world.sql("UPDATE tube.tube_version SET digest = 'other'")
 

@@ -104,9 +104,8 @@ async def test_a_dropped_partition_is_no_trouble_and_one_without_triggers_names_
         "SELECT tube.tube_table_ensure_attached('bad', 'p', 7, 'v > 0'); DROP TABLE p1;"
         "ALTER TABLE p2 DISABLE TRIGGER ALL"
     )
-    await until_true(lambda: daemon.troubles.why("tube", "bad"))
+    await until_true(lambda: "table public.p2" in (daemon.troubles.why("tube", "bad") or ""))
     reason = daemon.troubles.why("tube", "bad") or ""
-    assert "table public.p2" in reason
     assert "attach bad public.p --shard 7 --predicate 'v > 0'" in reason
     await tubes.execute("SELECT tube.tube_table_ensure_attached('bad', 'p', 7, 'v > 0')")
     await mended(tubes, daemon)

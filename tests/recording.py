@@ -135,9 +135,9 @@ class RecordedHorizon(Horizon):
                 self._record_begin("connection", watched)
         return connection
 
-    async def poll(self) -> Any:
+    async def _poll_on(self, connection: Connection) -> Any:
         try:
-            return await super().poll()
+            return await super()._poll_on(connection)
         finally:
             self._record()  # also readings before a step failed: the next poll may build on it
 

@@ -21,7 +21,7 @@ from replicad import sqlstates
 from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
-from replicad.positions.bell import ANY, Bell, Waits
+from replicad.positions.bell import ANY, Bell, LastValues
 from replicad.positions.horizon import Horizon, Reading, Source
 from replicad.retry import Backoff
 from replicad.sqlstates import means
@@ -29,8 +29,6 @@ from replicad.sqlstates import means
 CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing changes
 QUICK = 4  # part of poll_min, where a transaction is about to commit: it ended a calm, or began to hold a position back
 SENDING = 4  # part of the time in which lines are gathered that sending them takes at least; polls wait for it
-PROMPT = 100.0  # polls that a bell may begin right after a poll that has moved something, for each second without polls
-PROMPT_SAVED = 10.0  # of these, at most, are left for later; under steady movement there are few, and poll_min counts
 BELL_PAUSE = 2.0  # seconds until the next poll where a bell is expected to ring much sooner
 BELL_RETRY = 5.0  # seconds before a bell that failed is tried again
 HANGS = 5.0  # seconds without an answer to a poll, twice as many at most, after which it counts as an outage
@@ -87,13 +85,11 @@ class Poller:
         self._answered_at: float | None = None
         self._pause = limits.poll_min
         self._gather = 0.0  # seconds in which the next poll is not wanted
-        self._prompt = PROMPT_SAVED  # polls that are left of those
-        self._armed_at = 0.0  # when the bell was waited for
         self._soon = False  # what holds a position back has just begun to
-        self._rested = False  # the bell was waited for
+        self._at_rest: LastValues | None = None
         self._polled_at = float("-inf")  # when the last poll began
-        self._waits: Waits | None = None  # of the bell, while it works
-        self._bell_failed = False
+        self._rests = trio.Event()  # set while a bell may ring
+        self._has_bell = False
         self._alarmed: dict[str, tuple[str, ...]] = {}
         self._last: Mapping[str, Reading] = {}
 
@@ -176,18 +172,19 @@ class Poller:
             polled_at = trio.current_time()
             with trio.move_on_after(self._limits.poll_min / QUICK if self._soon else self._pause):
                 await self._bell.wait()
-            if self._gather and trio.current_time() < polled_at + self._gather:
+            if self._gather:
                 await trio.sleep_until(polled_at + self._gather)
 
     def _set_pause(self, *, moved: bool) -> None:
         """The pause until the next poll, and whether a bell is waited for."""
         limits = self._limits
-        rested, self._rested = self._rested, False
-        at_rest = self._horizon.at_rest() if self._waits is not None else None
-        if self._waits is not None and at_rest is not None and (not moved or self._take_prompt()):
-            self._rested, self._armed_at = True, trio.current_time()
+        rested = self._at_rest is not None
+        self._at_rest = None
+        at_rest = self._horizon.at_rest() if self._has_bell else None
+        if at_rest is not None and not moved:
+            self._at_rest = at_rest
             self._pause = BELL_PAUSE
-            self._waits.arm(at_rest, self._polled_at, self._rung)
+            self._rests.set()
         elif moved and at_rest is None and rested:
             self._pause = limits.poll_min / QUICK
         elif moved:
@@ -196,51 +193,34 @@ class Poller:
         else:
             self._pause = min(max(self._pause, limits.poll_min) * CALM_GROWTH, limits.poll_max)
 
-    def _take_prompt(self) -> bool:
-        """Whether a bell may begin the next poll, though the last one has moved something."""
-        if self._prompt < 1:
-            return False
-        self._prompt -= 1
-        return True
-
     async def attend(self, bell: Bell) -> None:
         """Poll when the bell rings, until cancelled. While it does not work, the poller does without, more slowly."""
         while True:
             try:
-                async with bell.waiting() as self._waits:
-                    self.ring()
-                    if self._bell_failed:
-                        await trio.sleep(BELL_RETRY)
-                        self._bell_works()
-                    await trio.sleep_forever()
+                async with bell.waiting() as wait:
+                    self._has_bell = True
+                    while True:
+                        await self._rests.wait()
+                        moved: int | None = None
+                        while moved is None and self._at_rest is not None:  # polls go on meanwhile, but seldom
+                            moved = await wait(self._at_rest, self._polled_at)
+                            self._troubles.end("service", "bell", "wait")
+                        if moved is not None:
+                            self._horizon.expect(None if moved == ANY else moved)
+                        self._rests = trio.Event()  # set again by the next poll
+                        self.ring()
             except DatabaseError as error:
                 if not means(error.sqlstate, sqlstates.LOCKED):  # who locks a sequence lets it go soon
-                    self._bell_failed = True
                     self._troubles.fail("service", "bell", "wait", error)
             finally:
-                self._waits = None
+                self._has_bell = False
             self.ring()
             await trio.sleep(BELL_RETRY)
-
-    def _rung(self, moved: int) -> None:
-        """The bell has rung."""
-        if self._bell_failed:
-            self._bell_works()
-        self._horizon.expect(None if moved == ANY else moved)
-        self.ring()
-
-    def _bell_works(self) -> None:
-        self._bell_failed = False
-        self._troubles.end("service", "bell", "wait")
 
     async def _poll(self) -> bool:
         """Poll once; True when a position moved or is held back."""
         self._under_way = True
         self._polled_at = trio.current_time()
-        if self._rested:
-            self._prompt = min(PROMPT_SAVED, self._prompt + PROMPT * (self._polled_at - self._armed_at))
-        if self._waits is not None:
-            self._waits.disarm()
         try:
             readings = await self._horizon.poll()
         finally:

@@ -117,7 +117,6 @@ class CycleCollector(trio.abc.Instrument):
         self._collect = collect
         self._tasks = tasks
         self._young_at = float("-inf")
-        self._busy_since: float | None = None  # a look is due, and no turn has ended since that nothing followed
         self._looked_at = clock()  # at all objects
         self._all_at = self._looked_at + ALL
 
@@ -129,10 +128,8 @@ class CycleCollector(trio.abc.Instrument):
         """The run has ended."""
         gc.enable()
 
-    def before_io_wait(self, timeout: float) -> None:
-        """A turn ends. A look at new objects waits for a turn that no work follows, for YOUNG at most: the turns after
-        an event have somebody who waits for them.
-        """
+    def before_io_wait(self, timeout: float) -> None:  # noqa: ARG002 - what trio calls it with
+        """A turn ends."""
         now = self._clock()
         if now >= self._all_at and now < self._looked_at + self._tasks() * TASK / SHARE:
             self._all_at = now + ALL  # fewer may live then
@@ -142,11 +139,8 @@ class CycleCollector(trio.abc.Instrument):
             self._all_at = done + max(ALL, (done - now) / SHARE)
             self._young_at = done + YOUNG
         elif now >= self._young_at:
-            if timeout <= 0 and (self._busy_since is None or now < self._busy_since + YOUNG):
-                self._busy_since = self._busy_since or now
-                return
             self._collect(_NEW)
-            self._busy_since, self._young_at = None, self._clock() + YOUNG
+            self._young_at = self._clock() + YOUNG
 
 
 # Gives free memory back to the system after a rush.

@@ -14,7 +14,7 @@ nothing. There are two cheaper ways to learn when one is worth making. Both are 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -24,10 +24,8 @@ from replicad.nurseries import open_plain_nursery
 from replicad.postgres.bridge import Connection, Database, load_sql
 from replicad.postgres.wal import WalListener
 
-SECONDS: Final = (
-    0.5  # that one statement looks: so long its snapshot may hold back VACUUM, and its locks ALTER SEQUENCE
-)
-ANY: Final = 0  # in place of a sequence: something was written, it is not known what
+SECONDS: Final = 0.5  # that one wait lasts: so long its snapshot may hold back VACUUM, and its locks ALTER SEQUENCE
+ANY: Final = 0  # a wait's result: something was written, it is not known what
 _EACH: Final = 100e-6  # seconds between two looks for each sequence where others write: a look then reads all of them
 _MOST: Final = 0.05  # seconds between two looks
 _SELDOM: Final = 0.2  # seconds between two looks beside a listener; and 1 ms for each sequence at least
@@ -39,7 +37,7 @@ _READ: Final = 2000  # sequences that polls may read in a second after such ring
 _SESSION = "SET lock_timeout = '15ms'"
 
 LastValues = Mapping[int, int | None]  # by the sequence's oid; None: no id was taken yet
-Ring = Callable[[int], None]
+Wait = Callable[[LastValues, float], Awaitable[int | None]]
 
 
 class Bell:
@@ -54,23 +52,20 @@ class Bell:
         self._deaf_until = float("-inf")
 
     @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[Waits]:
-        """Rings during the block, each time after `Waits.arm`.
+    async def waiting(self) -> AsyncIterator[Wait]:
+        """Yields a function `wait(values, since)`. It returns when a sequence of the list has another last value, and
+        which (a look finds the first of several soonest); ANY when WAL has come later than `since`, the time at which
+        the poll that has read the values began; None after SECONDS without either.
 
-        The block keeps one connection to itself. It raises DatabaseErrors; then poll as if there were no bell.
+        The block keeps one connection to itself. Both raise DatabaseErrors; then poll as if there were no bell.
         """
         async with self._db.connection() as connection:
             await connection.execute(_SESSION)
-            waits = Waits(self, connection)
             async with open_plain_nursery() as nursery:
-                nursery.start_soon(waits.look)
-                try:
-                    if self._wal is not None:
-                        self._wal.on_wal = waits.hear
-                    yield waits
-                finally:
-                    waits.disarm()
-                nursery.cancel_scope.cancel()
+                waits = _Waits(self, connection, nursery)
+                if self._wal is not None:
+                    self._wal.on_wal = waits.wake
+                yield waits.wait
 
     @property
     def interval(self) -> float:
@@ -107,43 +102,48 @@ class Bell:
         self._deaf_until = trio.current_time() + _DEAF
 
 
-class Waits:
+class _Waits:
     """The waits on one connection, one at a time. The statement that looks goes on when WAL has ended a wait, as it
     costs less than to cancel it; what it finds then counts for no later wait.
     """
 
-    def __init__(self, bell: Bell, connection: Connection) -> None:
+    def __init__(self, bell: Bell, connection: Connection, nursery: trio.Nursery) -> None:
         self._bell = bell
         self._connection = connection
+        self._nursery = nursery
         self._values: LastValues = {}
-        self._since = 0.0
-        self._ring: Ring | None = None  # None: not armed
-        self._armed = trio.Event()
+        self._found: int | None = None
+        self._looking = False
+        self._waiting = False
+        self._woken = trio.Event()
         self._crowded = False  # others write, and reading all the sequences at each look would cost much
         self._rung_for: LastValues | None = None  # these values, by WAL; if they are still the values, for nothing
         self._idle_rings: deque[float] = deque(maxlen=_IDLE_RINGS)
 
-    def arm(self, values: LastValues, since: float, ring: Ring) -> None:
-        """Call `ring` once: with a sequence of the list that has another last value (a look finds the first of several
-        soonest), or with ANY when WAL has come later than `since`, the time at which the poll that has read the values
-        began. It is called at once where WAL has come already, and else by the task that hears of it: no other task
-        has to be scheduled first.
-        """
-        self._values, self._since, self._ring = values, since, ring
-        self.hear()
-        if self._ring is not None:
-            self._armed.set()
-
-    def disarm(self) -> None:
-        """Do not ring."""
-        self._ring = None
-
-    def hear(self) -> None:
+    def wake(self) -> None:
         """WAL has come, or the listener has changed."""
-        if self._ring is not None and self._bell.heard_since(self._since):
-            ring, self._ring = self._ring, None
-            self._note_ring(self._values)
-            ring(ANY)
+        self._woken.set()
+
+    async def wait(self, values: LastValues, since: float) -> int | None:
+        """As `Bell.waiting`."""
+        self._values, self._found, self._waiting = values, None, True
+        try:
+            with trio.move_on_after(SECONDS):
+                while True:
+                    self._woken = trio.Event()
+                    if self._bell.heard_since(since):
+                        self._note_ring(values)
+                        return ANY
+                    if self._found is not None:
+                        self._bell.look_was_first()
+                        return self._found
+                    if not self._looking:
+                        self._looking = True
+                        self._nursery.start_soon(self._look)
+                    await self._woken.wait()
+        finally:
+            self._waiting = False
+        return None
 
     def _note_ring(self, values: LastValues) -> None:
         now = trio.current_time()
@@ -155,26 +155,26 @@ class Waits:
             self._idle_rings.clear()
             self._bell.be_deaf()
 
-    async def look(self) -> None:
-        """Look while it is armed, until cancelled."""
-        while True:
-            if self._ring is None:
-                self._armed = trio.Event()
-                await self._armed.wait()
-            values, pause = self._values, self._bell.interval
-            if self._bell.looks_often():
-                slow = max(pause, min(_MOST, len(values) * _EACH))
-                each = slow if self._crowded else pause
-                times = max(1, round(SECONDS / each)), each, slow > pause
-            else:  # alone, so that no lock on a sequence is held while a poll lists holders
-                await trio.sleep(max(_SELDOM, len(values) / 1000))
-                if self._ring is None:
-                    continue
-                values, times = self._values, (0, 0.0, False)
-            args = (list(values), list(values.values()), *times)
-            found = next((row["sequence"] for row in await self._connection.fetch_short(load_sql("bell"), *args)), None)
-            self._crowded = found == 0
-            if found and values is self._values and self._ring is not None:
-                self._bell.look_was_first()
-                ring, self._ring = self._ring, None
-                ring(found)
+    async def _look(self) -> None:
+        """Look while somebody waits, until one of the values that are waited for differs, or SECONDS without that."""
+        try:
+            while self._waiting:
+                values, pause = self._values, self._bell.interval
+                if self._bell.looks_often():
+                    slow = max(pause, min(_MOST, len(values) * _EACH))
+                    each = slow if self._crowded else pause
+                    times = max(1, round(SECONDS / each)), each, slow > pause
+                else:  # alone, so that no lock on a sequence is held while a poll lists holders
+                    await trio.sleep(max(_SELDOM, len(values) / 1000))
+                    if not self._waiting:
+                        return
+                    values, times = self._values, (0, 0.0, False)
+                args = (list(values), list(values.values()), *times)
+                found: int | None = await self._connection.fetch_value(load_sql("bell"), *args)
+                self._crowded = found == 0
+                if values is self._values and not self._crowded and (found is not None or times[0]):
+                    self._found = found
+                    return
+        finally:
+            self._looking = False
+            self._woken.set()

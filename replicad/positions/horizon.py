@@ -1,10 +1,9 @@
 """Asks Postgres how far each watched stream may be read. docs/positions.md explains why the answer is safe.
 
-One poll has these statements, in READ COMMITTED. Each begins when the one before has ended:
+One poll has these statements, in READ COMMITTED. Each begins when the one before has been answered:
  1. the last values of the sequences, and how far the WAL is written and flushed;
  2. the holders of the locks of all streams whose sequence has moved, or which had a holder at the last poll; left
-    out if there is no such stream; sent once more if a transaction that was not listed before holds a position back.
-    Where movement is expected it is sent together with the first, for all streams that are read (`fetch_each`);
+    out if there is no such stream; sent once more if a transaction that was not listed before holds a position back;
  3. a flush of the WAL, if a position could be published but is not on disk yet.
 After `poll` has returned, any connection may read the rows up to the new positions.
 
@@ -15,24 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Self
 
 import trio
 
 from replicad import errors, sqlstates
 from replicad.positions.lockwatch import LockWatch
-from replicad.positions.polled import (
-    LOCK_TIMEOUT,
-    Blockers,
-    LastValues,
-    Statement,
-    by_source,
-    fetch_holders,
-    holders_key,
-    holders_statements,
-    nobody,
-    nobody_statement,
-)
+from replicad.positions.polled import LOCK_TIMEOUT, Blockers, LastValues, by_source, fetch_holders, holders_key
 from replicad.positions.watched import (
     RESERVATION_BAND,
     Fork,
@@ -72,16 +61,12 @@ IN_TURN = 16  # streams that each check looks at for no other reason than that i
 STUCK_AFTER = 60.0  # seconds after which a holder that keeps a position back is an alarm
 _INSPECT_EVERY = 5.0  # seconds between two checks of tables and sequences
 _LIKELY = 2.0  # seconds for which each poll reads a sequence that has moved
-_CROWDED = 50  # polls after a holder was met, before horizon_nobody is tried again
 _PAUSE_OF_ALL = 4  # after a look for moved sequences among many, none is made for so many times as long
 _BARRIER_EVERY = 0.02  # seconds between forced flushes: up to PostgreSQL 16 each costs a transaction id
 
 # The barrier must not wait for a standby that is down: only the local disk matters after a crash. If a standby that
 # lags is promoted, readers get a reset.
-# To plan the statements of a poll takes as long as to run them: each is planned once.
-_SESSION = (
-    f"SET lock_timeout = '{LOCK_TIMEOUT}'; SET synchronous_commit = local; SET plan_cache_mode = force_generic_plan"
-)
+_SESSION = f"SET lock_timeout = '{LOCK_TIMEOUT}'; SET synchronous_commit = local"
 _BARRIER = "SELECT pg_logical_emit_message(true, 'replicad', '')"
 _BARRIER_17 = "SELECT pg_logical_emit_message(false, 'replicad', '', true)"  # without a transaction id
 
@@ -117,10 +102,6 @@ class Horizon:
         self._names: dict[int, str] = {}
         self._blockers = Blockers(self._sources, now)
         self._values = LastValues(self._blockers, inspect=self._inspect, inspect_soon=self._inspect_soon)
-        self._asked: tuple[object, list[Statement]] = (None, [])  # the last statements of step 2, and their parameters
-        self._crowded = 0  # so many polls list holders at once, as there were some a short time ago
-        self._expected = False  # that a sequence has moved when the next poll looks
-        self._moved_polls = 0  # in a row, so many polls have found movement
         self._likely: dict[int, float] = {}  # until when each poll reads these sequences
         self._turn_at = 0  # the stream with which the next check begins
         self._doubtful: set[int] = set()  # tables and sequences (oids) that the next check looks at in any case
@@ -194,6 +175,9 @@ class Horizon:
         StandbyRefused.
         """
         connection = await self._pinned()
+        return await connection.together(partial(self._poll_on, connection))
+
+    async def _poll_on(self, connection: Connection) -> Mapping[str, Reading]:
         now = self._now()
         self._blockers.begin_poll()
         if now >= self._inspect_at:
@@ -223,10 +207,7 @@ class Horizon:
         return [watched for watched in due.values() if watched.inspected]
 
     def expect(self, sequence: int | None) -> None:
-        """Have the next poll read this sequence, whatever else it leaves out; None: have it look which have moved. It
-        sends step 2 together with step 1, as something has moved probably.
-        """
-        self._expected = True
+        """Have the next poll read this sequence, whatever else it leaves out; None: have it look which have moved."""
         if sequence is None:
             self._all_at = 0.0
         else:
@@ -388,10 +369,7 @@ class Horizon:
     async def _poll_sequences(self, connection: Connection, due: list[Watched], now: float) -> None:
         """Steps 1 and 2 for the streams of which that is `due`."""
         active = [w for w in due if w.locks is not None and w.refused is None]
-        expected, self._expected = self._expected or self._moved_polls > 1, False
-        then = self._statements_of(active)[self._crowded > 0] if expected and len(active) <= FEW else None
-        read = await self._values.fetch(connection, active, then)
-        listed = self._take_listed(self._values.then_rows)
+        read = await self._values.fetch(connection, active)
         values = read or {}
         active = [w for w in active if w.refused is None]
         for watched in active:
@@ -403,43 +381,23 @@ class Horizon:
         fed = [(w, locks, value) for w, locks, value in fed if not w.check_file(value.file)]
         flushed = max((value.flushed for _, _, value in fed), default=0)
         moved = [one for one in fed if one[1].someone_holds or one[0].moves_to(one[2])]
-        self._moved_polls = self._moved_polls + 1 if moved else 0
         if moved:
             self._likely |= dict.fromkeys((w.sequence for w, _, _ in moved), now + _LIKELY)
-            flushed = await self._feed(connection, moved, now, listed)
+            flushed = await self._feed(connection, moved, now)
             if any(locks.held_newly for _, locks, _ in moved):  # mostly by a short transaction, which ends meanwhile
                 flushed = await self._feed(connection, moved, now)
         for watched, locks, _ in fed:
             watched.stale |= locks.waits_for_flush
             locks.flushed_upto(flushed)
 
-    def _statements_of(self, watched: list[Watched]) -> list[Statement]:
-        """The statements of step 2: that which suffices while nobody writes, and those that list the holders, of which
-        one is sent. Our own sessions are listed now; a session that begins later counts as a holder.
+    async def _feed(self, connection: Connection, fed: list[_Fed], now: float) -> int:
+        """Step 2; returns how far the WAL is flushed. Our own sessions are listed before it is sent; a session that
+        begins meanwhile counts as a holder.
         """
-        own = tuple(self._own_backends())
-        made_from = (tuple(watched), tuple(w.feeds for w in watched), own)
-        if made_from != self._asked[0]:  # mostly it is the same as at the last poll
-            feeds = {w.sequence: w.feeds for w in watched if w.source.identity is not None}
-            sources, sequences = [w.source for w in watched], [w.sequence for w in watched]
-            shortly = nobody_statement(sources, sequences, feeds)
-            self._asked = (made_from, [shortly, *holders_statements(sources, sequences, own, feeds)])
-        return self._asked[1]
-
-    def _take_listed(self, rows: list[Row] | None) -> list[Row] | None:
-        """The rows of step 2, if it was sent together with step 1 and they suffice."""
-        if rows and "held" in rows[0]:
-            if rows[0]["held"]:
-                self._crowded = _CROWDED
-                return None
-            return [nobody(rows[0])]
-        self._crowded = max(0, self._crowded - 1)
-        return rows
-
-    async def _feed(self, connection: Connection, fed: list[_Fed], now: float, rows: list[Row] | None = None) -> int:
-        """Step 2, or its `rows` that are known: of these streams at least, listed after all last values were read."""
-        if rows is None:
-            rows = await fetch_holders(connection, self._statements_of([w for w, _, _ in fed])[1:])
+        watched = [w for w, _, _ in fed]
+        sources, sequences = [w.source for w in watched], [w.sequence for w in watched]
+        feeds = {w.sequence: w.feeds for w in watched if w.source.identity is not None}
+        rows = await fetch_holders(connection, sources, sequences, self._own_backends(), feeds)
         if rows[0]["unfit"]:
             await self._inspect(connection, *rows[0]["unfit"])
         listed = by_source(rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import Final
 
@@ -99,29 +98,15 @@ _MOVED = "$9::oid[], $10::text[], $11::text[], $12::oid[], $13::bigint[]"
 _UNKNOWN = "NULL::bytea"  # the secret, if it cannot be read
 
 
-Statement = tuple[str, tuple[object, ...]]  # with its parameters
-
-
-async def fetch_holders(connection: Connection, statements: Sequence[Statement]) -> list[Row]:
-    """The rows of the first of `holders_statements` that the role may run."""
-    *secretly, plainly = statements
-    for sql, args in secretly:
-        try:
-            return await connection.fetch(sql, *args)
-        except errors.DatabaseUnavailable:
-            raise
-        except errors.DatabaseError as error:
-            # The right was revoked, or the table was dropped. The registry notices it within a second.
-            if not means(error.sqlstate, (*sqlstates.NO_RIGHT, *sqlstates.MISSING)):
-                raise
-    return await connection.fetch(plainly[0], *plainly[1])
-
-
-def holders_statements(
-    sources: Sequence[Source], sequences: list[int], own: Collection[Backend], feeds: Mapping[int, int]
-) -> list[Statement]:
-    """The query horizon_holders: with the secret of the proofs, if the sources name one, and without it. `own`:
-    sessions that only delete from tables with `own_deletes`. `feeds`: by sequence, `Watched.feeds`.
+async def fetch_holders(
+    connection: Connection,
+    sources: Sequence[Source],
+    sequences: list[int],
+    own: Collection[Backend],
+    feeds: Mapping[int, int],
+) -> list[Row]:
+    """The rows of the query horizon_holders. `own`: sessions that only delete from tables with `own_deletes`. `feeds`:
+    by sequence, `Watched.feeds`.
     """
     tables = [source for source in sources if isinstance(source, LockSource)]
     keys = {source.proof_key for source in sources if isinstance(source, ReservationSource)}
@@ -135,36 +120,26 @@ def holders_statements(
     alone = [source for source in tables if source.has_sequence]
     taken = [source.sequence for source in alone], [source.table for source in alone]
     known = [source.identity for source in sources if source.identity is not None]
-    after = _names(sources, feeds) if known else ()
+    names = [name for identity in known for name in identity.names]
+    after: tuple[list[object], ...] = ()
+    if known:
+        columns = zip(*names, strict=True) if names else ((), (), ())
+        after = (*map(list, columns), list(feeds), list(feeds.values()))
     moved = f"{known[0].home}.stream_moved({_MOVED})" if known else "'{}'::oid[]"
+    sql = load_sql("horizon_holders").replace("{moved}", moved)
     key = keys.pop() if len(keys) == 1 else None
-    plainly = _holders_sql(moved, _UNKNOWN), (*args, False, *taken, *after)
-    if key is None:
-        return [plainly]
-    return [(_holders_sql(moved, f"(SELECT s.key FROM {key} AS s)"), (*args, True, *taken, *after)), plainly]
-
-
-def nobody_statement(sources: Sequence[Source], sequences: list[int], feeds: Mapping[int, int]) -> Statement:
-    """The query horizon_nobody; arguments as of `holders_statements`."""
-    tables = [source.table for source in sources if isinstance(source, LockSource)]
-    return load_sql("horizon_nobody"), (tables, sequences, *_names(sources, feeds))
-
-
-def _names(sources: Sequence[Source], feeds: Mapping[int, int]) -> tuple[list[object], ...]:
-    """The arguments of SQL's `stream_moved`."""
-    names = [name for source in sources if source.identity is not None for name in source.identity.names]
-    columns = zip(*names, strict=True) if names else ((), (), ())
-    return (*map(list, columns), list(feeds), list(feeds.values()))
-
-
-def nobody(row: Row) -> Row:
-    """The row of horizon_holders that says so."""
-    return {"flushed": row["flushed"], "unfit": row["unfit"], "watched": None, "number": None}
-
-
-@lru_cache(maxsize=16)  # schemas, with a secret and without
-def _holders_sql(moved: str, key: str) -> str:
-    return load_sql("horizon_holders").replace("{moved}", moved).replace("{key}", key)
+    if key is not None:
+        try:
+            return await connection.fetch(
+                sql.replace("{key}", f"(SELECT s.key FROM {key} AS s)"), *args, True, *taken, *after
+            )
+        except errors.DatabaseUnavailable:
+            raise
+        except errors.DatabaseError as error:
+            # The right was revoked, or the table was dropped. The registry notices it within a second.
+            if not means(error.sqlstate, (*sqlstates.NO_RIGHT, *sqlstates.MISSING)):
+                raise
+    return await connection.fetch(sql.replace("{key}", _UNKNOWN), *args, False, *taken, *after)
 
 
 def holders_key(source: Source) -> tuple[str, int]:
@@ -211,7 +186,6 @@ class LastValues:
         self._files: dict[int, int | None] = {}  # by sequence, as `read`
         self._first: dict[int, int | None] = {}  # what this connection has read first, as long as it stays
         self._moved: set[int] = set()  # sequences that have had another value since
-        self.then_rows: list[Row] | None = None  # as in `fetch`
 
     def inspected(self, names: Mapping[int, str]) -> None:
         """A check has found these relations: quoted names by oid. The unused sequences that were read longest ago are
@@ -229,27 +203,22 @@ class LastValues:
         self._first = {}
         self._moved = set()
 
-    async def fetch(
-        self, connection: Connection, active: list[Watched], then: Statement | None = None
-    ) -> dict[int, SequenceValue] | None:
+    async def fetch(self, connection: Connection, active: list[Watched]) -> dict[int, SequenceValue] | None:
         """The last values of all sequences that exist, may be read and are not locked. None: try again at the next
         poll.
 
-        If Postgres refuses to read a sequence, only its own stream is refused. `then` is a statement that is sent
-        together with the first try; `then_rows` has its rows if it began when all these values had been read.
+        If Postgres refuses to read a sequence, only its own stream is refused.
         """
         readers = {watched.sequence: watched.sequence_reader for watched in active}
-        self.then_rows = None
         while True:
             free = {sequence: readers[sequence] for sequence in readers.keys() - self._blockers.holders.keys()}
             if not free:
                 return {}
             try:
-                values = await self._fetch(connection, free, then)
+                values = await self._fetch(connection, free)
             except errors.DatabaseUnavailable:
                 raise
             except errors.DatabaseError as error:
-                then = None
                 if means(error.sqlstate, sqlstates.GONE_MEANWHILE) and self._blockers.may_wait:
                     self._blockers.waited()  # dropped just now: the next try does not see it
                 elif not means(error.sqlstate, sqlstates.LOCKED):
@@ -298,17 +267,10 @@ class LastValues:
                     watched.cannot_read(error)
         return values
 
-    async def _fetch(
-        self, connection: Connection, readers: Mapping[int, str | None], then: Statement | None = None
-    ) -> dict[int, SequenceValue]:
-        """`readers`: by sequence, the function that reads it as its owner (owners.py), or None. `then`: see `fetch`."""
+    async def _fetch(self, connection: Connection, readers: Mapping[int, str | None]) -> dict[int, SequenceValue]:
+        """`readers`: by sequence, the function that reads it as its owner (owners.py), or None."""
         values: dict[int, SequenceValue] = {}
-        query = load_sql("horizon_last_values"), (list(readers),)
-        found, *after = await connection.fetch_each(*((query,) if then is None else (query, then)))
-        if isinstance(found, errors.DatabaseError):
-            raise found
-        self.then_rows = after[0] if after and not isinstance(after[0], errors.DatabaseError) else None
-        for row in found:
+        for row in await connection.fetch(load_sql("horizon_last_values"), list(readers)):
             sequence, file = row["sequence"], row["file"]
             self.read[sequence], self._files[sequence] = row["last_value"], file
             if row["last_value"] is not None:
@@ -316,16 +278,12 @@ class LastValues:
                 moved = self._has_moved(sequence, row["last_value"])
                 values[sequence] = SequenceValue(row["last_value"], row["inserted"], row["flushed"], file, moved)
             elif not row["readable"]:
-                self.then_rows = None
                 await self._inspect(connection, sequence)  # refuses the streams that need it
             elif (first := self._unused.get((sequence, file))) is not None:
                 self._has_moved(sequence, None)
                 values[sequence] = SequenceValue(first, row["inserted"], row["flushed"], file)
-            else:
-                self.then_rows = None  # the value is read once more, hence later
-                value = await self._fetch_unused(connection, sequence, file, readers[sequence])
-                if value is not None:
-                    values[sequence] = value
+            elif (value := await self._fetch_unused(connection, sequence, file, readers[sequence])) is not None:
+                values[sequence] = value
         return values
 
     async def _fetch_unused(

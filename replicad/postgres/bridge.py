@@ -177,11 +177,6 @@ class Database:
         async with self._borrowed() as connection:
             return await connection.fetch(sql, *args)
 
-    async def fetch_short(self, sql: str, *args: object) -> list[Row]:
-        """`Connection.fetch_short` on any connection of the pool."""
-        async with self._borrowed() as connection:
-            return await connection.fetch_short(sql, *args)
-
     async def fetch_row(self, sql: str, *args: object) -> Row | None:
         """`Connection.fetch_row` on any connection of the pool."""
         async with self._borrowed() as connection:
@@ -433,14 +428,7 @@ async def open_database(
     if local_commits:
         session["synchronous_commit"] = "local"
     settings = Settings(
-        url,
-        target,
-        session,
-        connect_timeout,
-        statement_timeout,
-        _DRIVER_ERRORS,
-        asyncpg.InternalClientError,
-        asyncpg.PostgresError.new,
+        url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS, asyncpg.InternalClientError
     )
     async with _asyncio_loop() as loop:
         database = Database(loop, settings, size, wait_timeout, identify=identify, fence=fence)

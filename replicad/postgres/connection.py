@@ -20,14 +20,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, cast
 
 import trio
 
 from replicad import errors
-from replicad.errors import DatabaseError, DatabaseUnavailable
+from replicad.errors import DatabaseError
 from replicad.postgres import failures
-from replicad.postgres.burst import MOST_PREPARED, Answers, Prepared, StandIn
 from replicad.postgres.literals import fill
 
 T = TypeVar("T")
@@ -40,8 +39,6 @@ _ISOLATION: dict[Isolation, str] = {
     "repeatable_read": "REPEATABLE READ",
     "serializable": "SERIALIZABLE",
 }
-
-_PREPARE_AGAIN = ("0A000", "26000")  # the plan has another result now; the server does not know the statement
 
 IDLE = 20.0  # seconds without a statement within a transaction of ours
 _SETTLE = 2.0  # seconds for a cancelled connection to become usable; then it is closed
@@ -84,8 +81,7 @@ class Settings:
     """What all connections of a pool have in common.
 
     `driver_errors` are the exceptions that the driver raises. `confused` is the one for a broken protocol state, for
-    example after a backend was killed between two statements. `error_of` makes the driver's exception of the fields of
-    an ERROR.
+    example after a backend was killed between two statements.
     """
 
     url: str
@@ -95,7 +91,6 @@ class Settings:
     statement_timeout: float | None
     driver_errors: tuple[type[BaseException], ...]
     confused: type[Exception]
-    error_of: Callable[[dict[str, str]], BaseException]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,7 @@ class Connection:
         self.pid: int | None = None  # of the server's process, once it is known that the session is ours alone
         self.server: str | None = None  # which run of which server it leads to; known in pools with a `Fence`
         self._savepoints = 0
-        self._prepared: dict[str, Prepared | None] = {}  # for bursts; None: the driver has to run it
+        self._together = False  # statements run in the driver's loop already
         self._dirty = False  # a statement was cancelled: check the connection before its next use
         self.is_read_only = False  # a statement was refused for that; changed settings of roles need a new session
 
@@ -137,126 +132,22 @@ class Connection:
         """Host, database and user, for messages. Has no password."""
         return self._settings.target
 
+    async def together(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work`, which sends short statements on this connection, in the loop of the driver.
+
+        The way there and back takes as long as a short statement; so it is made once for all of them. `work` waits for
+        nothing but this connection, and must end within the time of one statement. Raises what `work` raises.
+        """
+        self._together = True
+        try:
+            return cast("T", await self._cross(work))
+        finally:
+            self._together = False
+
     async def fetch(self, sql: str, *args: object) -> list[Row]:
         """All rows of one statement with parameters `$1`, `$2`, ..."""
         rows: list[Row] = await self._run(self._driver.fetch, sql, *args)
         return rows
-
-    async def fetch_each(self, *statements: tuple[str, Sequence[object]]) -> list[list[Row] | DatabaseError]:
-        """The rows of several short statements with their parameters, or the error of each that fails.
-
-        Each is a transaction of its own and begins when the one before it has ended, as if they were fetched one by
-        one. They are sent in one message (burst.py), unless one has results of a type that burst.py does not know.
-        Raises DatabaseUnavailable when the connection is lost.
-        """
-        prepared = await self._prepare(statements)
-        if prepared is None:
-            return [await self._try(sql, args) for sql, args in statements]
-        found = await self._burst(prepared, [args for _, args in statements])
-        results: list[list[Row] | DatabaseError] = []
-        for (sql, args), one in zip(statements, found, strict=True):
-            if isinstance(one, dict) and one.get("C") in _PREPARE_AGAIN:
-                self._prepared.clear()
-                results.append(await self._try(sql, args))
-            elif isinstance(one, dict):
-                results.append(self._refused(one))
-            else:
-                results.append(one)
-        return results
-
-    async def fetch_short(self, sql: str, *args: object) -> list[Row]:
-        """`fetch` of a short statement with few rows, in a fraction of the time; see `fetch_each`."""
-        [found] = await self.fetch_each((sql, args))
-        if isinstance(found, DatabaseError):
-            raise found
-        return found
-
-    async def _try(self, sql: str, args: Sequence[object]) -> list[Row] | DatabaseError:
-        try:
-            return await self.fetch(sql, *args)
-        except DatabaseUnavailable:
-            raise
-        except DatabaseError as error:
-            return error
-
-    def _refused(self, fields: dict[str, str]) -> DatabaseError:
-        cause = self._settings.error_of(fields)
-        error = self._failure(cause)
-        if isinstance(error, DatabaseUnavailable) or not isinstance(error, DatabaseError):
-            raise error from cause
-        error.__cause__ = cause
-        return error
-
-    async def _prepare(self, statements: Sequence[tuple[str, Sequence[object]]]) -> list[Prepared] | None:
-        """The statements, prepared. None: the driver has to run them."""
-        if getattr(self._driver, "_transport", None) is None:
-            return None
-        known: list[Prepared] = []
-        for sql, _ in statements:
-            if sql not in self._prepared:
-                if len(self._prepared) >= MOST_PREPARED:
-                    del self._prepared[next(iter(self._prepared))]  # the oldest; the driver then closes it
-                try:
-                    statement = await self._run(self._driver.prepare, sql)
-                except DatabaseUnavailable:
-                    raise
-                except DatabaseError:  # the driver reports it, as an error of that statement
-                    return None
-                columns = [(one.name, one.type.oid) for one in statement.get_attributes()]
-                try:
-                    self._prepared[sql] = Prepared(statement.get_name(), columns, statement)
-                except LookupError:
-                    self._prepared[sql] = None
-            prepared = self._prepared[sql]
-            if prepared is None:
-                return None
-            known.append(prepared)
-        return known
-
-    async def _burst(
-        self, statements: Sequence[Prepared], args: Sequence[Sequence[object]]
-    ) -> list[list[Row] | dict[str, str]]:
-        """Send them, and wait for all answers."""
-        if self.is_closed:
-            raise DatabaseUnavailable(f"the connection to Postgres at {self._settings.target} is closed.")
-        message = b"".join([one.call(values) for one, values in zip(statements, args, strict=True)])
-        self._counters.statements += len(statements)
-        driver, answers = self._driver, Answers(statements)
-        transport, protocol = driver._transport, driver._protocol
-        stand_in = StandIn(protocol, answers)
-        transport.set_protocol(stand_in)
-        try:
-            transport.write(message)
-            with _deadline(self._patience()) as patience:
-                await stand_in.done.wait()
-        except BaseException:
-            await self._cancel_burst(stand_in)
-            raise
-        finally:
-            transport.set_protocol(protocol)
-        if patience.cancelled_caught:
-            raise self.silent()
-        if stand_in.lost is not None or answers.fatal is not None or answers.in_transaction:
-            cause = stand_in.lost if answers.fatal is None else self._settings.error_of(answers.fatal)
-            self.terminate()
-            self._counters.lost += 1
-            raise failures.while_running(
-                cause or ConnectionResetError("a transaction was left open"),
-                self._settings.target,
-                connection_lost=True,
-            ) from cause
-        return answers.found
-
-    async def _cancel_burst(self, stand_in: StandIn) -> None:
-        """Have Postgres cancel what runs, so that the connection can be used again; else close it."""
-        self._dirty = True
-        self._counters.cancelled += 1
-        with trio.move_on_after(_SETTLE, shield=True):
-            request = self._loop.create_task(self._driver._cancel(self._loop.create_future()))
-            await stand_in.done.wait()
-            await self._loop.run_aio_future(request)
-        if not stand_in.done.is_set() or stand_in.lost is not None:
-            self.terminate()
 
     async def fetch_row(self, sql: str, *args: object) -> Row | None:
         """The first row, or None."""
@@ -502,6 +393,16 @@ class Connection:
         connection.
         """
         self._counters.statements += 1
+        if not self._together:
+            return await self._cross(method, *args, **named)
+        try:
+            return await method(*args, **named)
+        except asyncio.CancelledError:
+            raise  # by the caller that waits for all of `together`
+        except self._settings.driver_errors as error:
+            raise self._failure(error) from error
+
+    async def _cross(self, method: Callable[..., Any], *args: object, **named: object) -> Any:
         result = None
         try:
             with _deadline(self._patience()) as patience:

@@ -41,11 +41,6 @@ class Impatient:
         async with self._looking() as connection:
             return await connection.fetch(sql, *args)
 
-    async def fetch_short(self, sql: str, *args: object) -> list[Any]:
-        """`Database.fetch_short`."""
-        async with self._looking() as connection:
-            return await connection.fetch_short(sql, *args)
-
     async def fetch_row(self, sql: str, *args: object) -> Any:
         """`Database.fetch_row`."""
         async with self._looking() as connection:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 from replicad.errors import DatabaseError, RowTooLong
@@ -252,20 +251,11 @@ class RowSource(RowText):
             await sink(chunk)
         return data.count(b"\n")
 
-    def few_sql(self) -> str:
-        """The statement for a few rows of a range, $1 and $2, as one value."""
-        return load_sql("rows_few").format(lines=self._lines("$1::bigint", "$2::bigint", "true", None), most=FEW_BYTES)
-
     async def _few_lines(self, db: Queries, after: int, upto: int) -> bytes | None:
         """The lines of a range; None if they are too many bytes."""
         if self.reader is not None:
             found, more = await self._as_owner(db, FEW_BYTES).lines(self.range_sql(after, upto))
             return None if more else "".join(f"{line}\n" for line in found).encode()
-        [row] = await db.fetch_short(_few_sql(self), after, upto)
+        lines = self._lines("$1::bigint", "$2::bigint", "true", None)
+        [row] = await db.fetch(load_sql("rows_few").format(lines=lines, most=FEW_BYTES), after, upto)
         return None if row["more"] else row["data"] or b""
-
-
-@lru_cache(maxsize=1024)
-def _few_sql(source: RowSource) -> str:
-    """`RowSource.few_sql`: each copy of few rows needs it, and making it takes as long as sending it."""
-    return source.few_sql()

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from replicad.errors import DatabaseError
-from replicad.positions.bell import SECONDS, Bell, LastValues, Waits
+from replicad.positions.bell import SECONDS, Bell
 from replicad.positions.horizon import Horizon, LockSource
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
@@ -19,60 +19,39 @@ async def made(db: Database) -> tuple[int, int]:
     return row[0], row[1]
 
 
-async def rung(waits: Waits, values: LastValues, since: float = 0.0) -> int:
-    """Arm the bell, and wait until it rings."""
-    rings: list[int] = []
-    event = trio.Event()
-
-    def ring(moved: int) -> None:
-        rings.append(moved)
-        event.set()
-
-    waits.arm(values, since, ring)
-    await event.wait()
-    assert len(rings) == 1
-    return rings[0]
-
-
 @pytest.mark.parametrize("used", [False, True])
-async def test_it_rings_once_for_the_next_id_and_for_nothing_else(database: Database, used: bool) -> None:
+async def test_it_rings_for_the_next_id_and_waits_no_longer_than_it_says(database: Database, used: bool) -> None:
     _, sequence = await made(database)
     if used:
         await database.execute("INSERT INTO t DEFAULT VALUES")
     known: int | None = 1 if used else None
     with trio.fail_after(PATIENCE):
-        async with Bell(database, 0.002).waiting() as waits:
+        async with Bell(database, 0.002).waiting() as wait:
             for number in range(2, 52):
+                began = trio.current_time()
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(rung, waits, {sequence: known})
+                    nursery.start_soon(wait, {sequence: known}, 0.0)
                     if number % 10 == 0:
                         await trio.sleep(0.1)  # it waits for nothing meanwhile
                     known = await database.fetch_value("INSERT INTO t DEFAULT VALUES RETURNING id")
                     committed_at = trio.current_time()
-                assert trio.current_time() - committed_at < SECONDS
-            with trio.move_on_after(1.5 * SECONDS) as silent:
-                await rung(waits, {sequence: known})
-            assert silent.cancelled_caught
+                assert trio.current_time() - began < SECONDS or trio.current_time() - committed_at < SECONDS
+            began = trio.current_time()
+            await wait({sequence: known}, 0.0)
+            assert trio.current_time() - began >= SECONDS / 2
 
 
-async def test_it_does_not_ring_when_it_was_disarmed(database: Database) -> None:
+async def test_an_id_that_was_taken_before_the_wait_rings_at_once(database: Database) -> None:
     _, sequence = await made(database)
-    with trio.fail_after(PATIENCE):
-        async with Bell(database, 0.002).waiting() as waits:
-            rings: list[int] = []
-            waits.arm({sequence: None}, 0.0, rings.append)
-            waits.disarm()
-            await database.execute("INSERT INTO t DEFAULT VALUES")
-            assert await rung(waits, {sequence: None}) == sequence
-            assert not rings
-
-
-async def test_an_id_that_was_taken_before_it_is_armed_rings_at_once(database: Database) -> None:
-    _, sequence = await made(database)
-    async with Bell(database, 3600.0).waiting() as waits:  # looks at the beginning, and an hour later
+    async with Bell(database, 1.0).waiting() as wait:  # looks at the beginning, and a second later
         await database.execute("INSERT INTO t DEFAULT VALUES")
         with trio.fail_after(PATIENCE):
-            assert await rung(waits, {sequence: None}) == sequence
+            began = trio.current_time()
+            await wait({sequence: None}, 0.0)
+            at_once = trio.current_time() - began
+            began = trio.current_time()
+            await wait({sequence: 1}, 0.0)
+        assert at_once < trio.current_time() - began
 
 
 async def test_a_locked_or_removed_sequence_fails_the_wait_and_holds_up_nothing(database: Database) -> None:
@@ -80,13 +59,13 @@ async def test_a_locked_or_removed_sequence_fails_the_wait_and_holds_up_nothing(
     async with database.connection() as other:
         await other.execute("BEGIN; LOCK TABLE t; ALTER SEQUENCE t_id_seq INCREMENT 1")
         with pytest.raises(DatabaseError):
-            async with Bell(database, 0.002).waiting() as waits:
-                await rung(waits, {sequence: None})
+            async with Bell(database, 0.002).waiting() as wait:
+                await wait({sequence: None}, 0.0)
         await other.execute("ROLLBACK")
     await database.execute("DROP TABLE t")
     with pytest.raises(DatabaseError):
-        async with Bell(database, 0.002).waiting() as waits:
-            await rung(waits, {sequence: None})
+        async with Bell(database, 0.002).waiting() as wait:
+            await wait({sequence: None}, 0.0)
 
 
 async def test_a_horizon_is_at_rest_only_when_nothing_but_an_id_can_move_a_position(database: Database) -> None:

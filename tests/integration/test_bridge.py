@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime
 from functools import partial
 
 import pytest
@@ -311,87 +309,31 @@ async def test_cancelled_statement_is_cancelled_in_postgres_and_the_connection_l
         assert (db.statistics().connected, db.statistics().cancelled) == (1, 3)
 
 
-async def test_statements_of_a_burst_return_fail_and_are_cancelled_like_single_ones(database_url: str) -> None:
+async def test_statements_that_run_together_return_fail_and_are_cancelled_like_single_ones(database_url: str) -> None:
     async with open_database(database_url, size=1, application_name="x") as db:
         async with db.connection() as connection:
-            one, failed, two = await connection.fetch_each(
-                ("SELECT 1 AS x", ()), ("SELECT 1 / $1::int AS x", (0,)), ("SELECT $1::int AS x", (2,))
-            )
-            assert (one, two) == ([{"x": 1}], [{"x": 2}])
-            assert isinstance(failed, errors.DatabaseError)
-            assert "division by zero" in str(failed)
-            with pytest.raises(errors.DatabaseError, match="division by zero"):
-                await connection.fetch_short("SELECT 1 / $1::int AS x", 0)
-            with pytest.raises(errors.DatabaseError, match="nowhere"):
-                await connection.fetch_short("SELECT x FROM nowhere")
-            before = connection.pid
+
+            async def work() -> int:
+                one: int = await connection.fetch_value("SELECT 1")
+                with pytest.raises(errors.DatabaseError, match="division by zero"):
+                    await connection.fetch("SELECT 1 / 0")
+                return one + int(await connection.fetch_value("SELECT $1::int", 2))
+
+            async def sleep() -> None:
+                await connection.fetch("SELECT 1")
+                await connection.fetch("SELECT pg_sleep(3600)")
+
+            async def defect() -> float:
+                return 1 / int(await connection.fetch_value("SELECT 0"))
+
+            assert await connection.together(work) == 3
+            with pytest.raises(ZeroDivisionError):
+                await connection.together(defect)
             with trio.fail_after(PATIENCE), trio.move_on_after(0.2) as scope:
-                await connection.fetch_each(("SELECT 1 AS x", ()), ("SELECT pg_sleep(3600)::text AS x", ()))
+                await connection.together(sleep)
             assert scope.cancelled_caught
-            assert await connection.fetch_value("SELECT pg_backend_pid()") == before
         assert await db.fetch_value("SELECT 3") == 3
-        assert db.statistics().connected == 1
-
-
-VALUES = """SELECT $1::int[] AS numbers, $2::text[] AS texts, $3::timestamptz = ($4::timestamptz[])[1] AS same,
-$5::bool AS yes, $6::float8 AS real, $7::bytea AS bytes, $8::text AS nothing, $9::bigint AS large, $10::text AS text,
-'{}'::oid[] AS none"""
-
-
-async def test_values_of_a_burst_are_those_of_single_statements(database_url: str) -> None:
-    now = datetime(2026, 2, 3, 4, 5, 6, 789_012, tzinfo=UTC)
-    texts = ['"', "\\", "{,}", "", "NULL", "ü\n", None]
-    args = ([1, -2, None], texts, now, [now], True, 0.1, b"\0\xff\n", None, -(1 << 63), "a\tb\\")
-    plain = VALUES.replace("$2::text[] AS texts", "array_to_json($2::text[])::text AS texts")
-    async with open_database(database_url, size=1, application_name="x") as db, db.connection() as connection:
-        for query in (VALUES, plain):
-            for _ in range(2):
-                [[short]] = await connection.fetch_each((query, args))
-                assert dict(short) == dict(await connection.fetch_row(query, *args))
-        assert short["same"]
-        assert json.loads(short["texts"]) == texts
-        with pytest.raises(TypeError):
-            await connection.fetch_short("SELECT $1::text AS x", object())
-        assert await connection.fetch_short("SELECT 1 AS x") == [{"x": 1}]
-
-
-async def test_each_statement_of_a_burst_is_a_transaction_that_begins_when_the_one_before_has_ended(
-    database_url: str,
-) -> None:
-    locks = "SELECT count(*) AS n FROM pg_locks WHERE pid = pg_backend_pid() AND relation = 'q'::regclass"
-    async with open_database(database_url, size=1, application_name="x") as db, db.connection() as connection:
-        await connection.execute("CREATE SEQUENCE q; CREATE TABLE t (n int)")
-        first, second, held, seen = await connection.fetch_each(
-            ("INSERT INTO t SELECT nextval('q') RETURNING n, pg_current_xact_id()::text AS xid", ()),
-            ("INSERT INTO t SELECT nextval('q') RETURNING n, pg_current_xact_id()::text AS xid", ()),
-            (locks, ()),
-            ("SELECT count(*) AS n FROM t", ()),
-        )
-        assert not isinstance(first, Exception)
-        assert not isinstance(second, Exception)
-        assert first[0]["xid"] != second[0]["xid"]
-        assert (held, seen) == ([{"n": 0}], [{"n": 2}])
-
-
-async def test_a_burst_survives_another_result_of_its_statement_and_reports_a_lost_connection(
-    database_url: str,
-) -> None:
-    async with open_database(database_url, size=2, application_name="x") as db:
-        async with db.connection() as connection:
-            await connection.execute("CREATE TABLE t (a int); INSERT INTO t VALUES (1)")
-            assert await connection.fetch_short("SELECT * FROM t") == [{"a": 1}]
-            await connection.execute("ALTER TABLE t ADD b int")
-            assert [dict(row) for row in await connection.fetch_short("SELECT * FROM t")] == [{"a": 1, "b": None}]
-            await connection.execute("DEALLOCATE ALL")
-            assert [dict(row) for row in await connection.fetch_short("SELECT * FROM t")] == [{"a": 1, "b": None}]
-            with pytest.raises(errors.DatabaseUnavailable):
-                await connection.fetch_each(
-                    ("SELECT pg_terminate_backend(pg_backend_pid()) AS x", ()), ("SELECT 1 AS x", ())
-                )
-            assert connection.is_closed
-            with pytest.raises(errors.DatabaseUnavailable):
-                await connection.fetch_short("SELECT 1 AS x")
-        assert await db.fetch_short("SELECT 1 AS x") == [{"x": 1}]
+        assert db.statistics().open == 1
 
 
 async def test_cancellation_at_any_moment_leaves_a_pool_that_works(database_url: str) -> None:

@@ -378,7 +378,7 @@ class Fault:
 
 FAULTS = (
     Fault("poller", "poller", Horizon, "poll"),
-    Fault("bell", "bell", Connection, "fetch_short", nothing, rings),
+    Fault("bell", "bell", Connection, "fetch_value", nothing, rings),
     Fault("WAL", "wal", Database, "fetch_value", write_to_victim, asks_for_wal, codes=DEFECTS),
     Fault("publisher's loop", "publisher", Registry, "load_streams"),
     Fault("publisher's notes", "publisher", Registry, "publish", write_to_victim),

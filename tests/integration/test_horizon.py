@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.errors import DatabaseError, DatabaseUnavailable, StreamRefused
+from replicad.errors import StreamRefused
 from replicad.positions import horizon
 from replicad.positions.horizon import (
     Fork,
@@ -35,8 +35,6 @@ LAST_VALUES = load_sql("horizon_last_values")
 HOLDERS = (
     load_sql("horizon_holders").replace("{moved}", "'{}'::oid[]").replace("{key}", "NULL::bytea")
 )  # no names, no secret
-
-NOBODY = load_sql("horizon_nobody")
 
 
 class Between:
@@ -68,23 +66,11 @@ class BetweenConnection:
             await then()
         return rows
 
-    async def fetch_each(self, *statements: tuple[str, Any]) -> list[Any]:
-        if self._between.then is None:
-            return await self._connection.fetch_each(*statements)
-        return [await tried(self.fetch, sql, *args) for sql, args in statements]
+    async def together(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        return await work()  # `then` may wait for other connections
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
-
-
-async def tried(fetch: Callable[..., Awaitable[Any]], sql: str, *args: object) -> Any:
-    """The rows, or the error, as `Connection.fetch_each` returns them."""
-    try:
-        return await fetch(sql, *args)
-    except DatabaseUnavailable:
-        raise
-    except DatabaseError as error:
-        return error
 
 
 class Table:
@@ -94,7 +80,6 @@ class Table:
         self.db, self.horizon, self.between = db, horizon, between
         self.own = [] if own is None else own  # pools whose sessions only delete
         self.table = self.sequence = 0
-        self.ahead = False  # each poll is expected to find movement
         self.position: int | None = None
         self.rows: list[int] = []
 
@@ -107,8 +92,6 @@ class Table:
 
     async def poll(self) -> Reading:
         """Poll, read the rows up to the new position, and see that none of them had turned up below the old one."""
-        if self.ahead:
-            self.horizon.expect(None)
         reading = (await self.horizon.poll())["t"]
         if reading.position is not None:
             found = await self.db.fetch("SELECT id FROM t WHERE id <= $1 ORDER BY id", reading.position)
@@ -133,13 +116,11 @@ class Table:
         return int(await self.db.fetch_value("INSERT INTO t DEFAULT VALUES RETURNING id"))
 
 
-@pytest.fixture(params=["few", "many", "ahead"])
+@pytest.fixture(params=["few", "many"])
 async def t(
     database: Database, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Table]:
-    """Each test holds for a poll that reads all sequences, for one that reads those that have moved, and for one that
-    asks for holders together with the last values.
-    """
+    """Each test holds for a poll that reads all sequences, and for one that reads those that have moved."""
     if request.param == "many":
         monkeypatch.setattr(horizon, "FEW", 0)
     between = Between(database)
@@ -148,9 +129,7 @@ async def t(
     backends = lambda: [backend for db in own for backend in db.backends()]  # noqa: E731
     clock = count(0, 0.1).__next__
     async with Horizon(between, now=clock, own_backends=backends) as watching:  # type: ignore[arg-type]
-        table = Table(database, watching, between, own)
-        table.ahead = request.param == "ahead"
-        yield table
+        yield Table(database, watching, between, own)
 
 
 async def test_position_passes_over_rollbacks_and_gaps(t: Table) -> None:
@@ -591,7 +570,7 @@ async def test_watches_may_begin_and_end_while_a_poll_waits_for_postgres(t: Tabl
     await t.make()
     await t.db.execute("CREATE UNLOGGED TABLE u (id bigserial)")
     table, sequence = await t.db.fetch_row("SELECT 'u'::regclass::oid, 'u_id_seq'::regclass::oid") or (0, 0)
-    for statement in (load_sql("horizon_inspect"), LAST_VALUES, NOBODY if t.ahead else HOLDERS):
+    for statement in (load_sql("horizon_inspect"), LAST_VALUES, HOLDERS):
 
         async def change() -> None:
             t.horizon.unwatch("t")
@@ -600,8 +579,6 @@ async def test_watches_may_begin_and_end_while_a_poll_waits_for_postgres(t: Tabl
 
         t.horizon.watch("t", LockSource(t.table, t.sequence))
         t.between.when, t.between.then = statement, change
-        if t.ahead:
-            t.horizon.expect(None)
         assert not await t.horizon.poll()
         readings = await t.horizon.poll()
         assert set(readings) == {"u", "p"}

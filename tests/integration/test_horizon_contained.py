@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.errors import DatabaseError, DatabaseUnavailable
+from replicad.errors import DatabaseError
 from replicad.positions.horizon import HolderKind, Horizon, LockSource, Reading, TableSource
 from replicad.positions.polled import LOCK_TIMEOUT
 from replicad.postgres.bridge import Connection, Database, load_sql, open_database
@@ -147,17 +147,6 @@ class FailingConnection:
         except DatabaseError as error:
             self._db.waits += means(error.sqlstate, LOCKED)
             raise
-
-    async def fetch_each(self, *statements: tuple[str, Any]) -> list[Any]:
-        found: list[Any] = []
-        for sql, args in statements:
-            try:
-                found.append(await self.fetch(sql, *args))
-            except DatabaseUnavailable:
-                raise
-            except DatabaseError as error:
-                found.append(error)
-        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)

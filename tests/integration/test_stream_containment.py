@@ -144,7 +144,6 @@ async def test_a_feed_that_fails_is_reported_and_made_anew_and_the_others_go_on(
 
     async with watching_bystander(daemon, bystander) as check:
         monkeypatch.setattr(ServedStream, "_follow", failing)
-        monkeypatch.setattr(ServedStream, "_has_all_writers", lambda self, reading: False)  # so that the task is needed
         await bystander.execute("INSERT INTO events (body) VALUES ('1')")
         await wait_for(lambda: not fails)
         await check()

@@ -72,24 +72,26 @@ async def test_each_commit_rings_before_a_look_would_find_it(
     monkeypatch.setattr(bells, "_SELDOM", 3600.0)  # seconds until the second look
     monkeypatch.setattr(bells, "SECONDS", PATIENCE)
     url = as_role(server.url, "hears")
-    async with listening(url) as listener, database(server.url) as db, Bell(db, 0.004, listener).waiting() as waits:
+    async with listening(url) as listener, database(server.url) as db, Bell(db, 0.004, listener).waiting() as wait:
         for _ in range(50):
             since = trio.current_time()
             values = await last(db)
-            rings: list[int] = []
-            waits.arm(values, since, rings.append)
-            await db.execute("INSERT INTO t DEFAULT VALUES")
-            with trio.fail_after(PATIENCE):
-                while not rings:
-                    await trio.sleep(0.001)
-            assert rings == [ANY]
+            async with trio.open_nursery() as nursery:
+                rung: list[int | None] = []
+
+                async def ring(rung: list[int | None] = rung, values: object = values, since: float = since) -> None:
+                    rung.append(await wait(values, since))  # type: ignore[arg-type]
+
+                nursery.start_soon(ring)
+                await db.execute("INSERT INTO t DEFAULT VALUES")
+            assert rung == [ANY]
 
 
 async def test_wal_that_came_while_the_poll_ran_rings_at_once(server: EmbeddedPostgres) -> None:
     async with (
         listening(server.url) as listener,
         database(server.url) as db,
-        Bell(db, 3600.0, listener).waiting() as waits,
+        Bell(db, 3600.0, listener).waiting() as wait,
     ):
         since = trio.current_time()
         values = await last(db)
@@ -97,9 +99,7 @@ async def test_wal_that_came_while_the_poll_ran_rings_at_once(server: EmbeddedPo
         with trio.fail_after(PATIENCE):
             while listener.heard_at < since:
                 await trio.sleep(0.001)
-        rings: list[int] = []
-        waits.arm(values, since, rings.append)
-        assert rings == [ANY]
+        assert await wait(values, since) == ANY
 
 
 async def test_a_commit_whose_wal_is_not_flushed_is_found_by_a_look_and_then_looks_are_frequent(
@@ -111,19 +111,17 @@ async def test_a_commit_whose_wal_is_not_flushed_is_found_by_a_look_and_then_loo
         try:
             async with listening(server.url) as listener:
                 bell = Bell(db, 0.004, listener)
-                async with bell.waiting() as waits:
+                async with bell.waiting() as wait:
                     assert not bell.looks_often()
-                    values, found = await last(db), list[int]()
+                    values, found = await last(db), None
                     [sequence] = values
                     async with db.connection() as writer:
                         await writer.execute("SET synchronous_commit = off")
                         await writer.execute("INSERT INTO t DEFAULT VALUES")
                     with trio.fail_after(PATIENCE):
-                        while not found:
-                            waits.arm(values, trio.current_time(), found.append)
-                            await trio.sleep(0.3)  # WAL of the server's own ends a wait, too
-                            found = [one for one in found if one != ANY]
-                    assert found == [sequence]
+                        while found is None:
+                            found = await wait(values, trio.current_time())
+                    assert found == sequence
                     with trio.fail_after(PATIENCE):
                         while not bell.looks_often():
                             await trio.sleep(0.01)
@@ -135,13 +133,13 @@ async def test_a_commit_whose_wal_is_not_flushed_is_found_by_a_look_and_then_loo
 async def test_writes_of_others_do_not_ring_for_long(server: EmbeddedPostgres) -> None:
     async with listening(server.url) as listener, database(server.url) as db:
         bell = Bell(db, 0.004, listener)
-        async with bell.waiting() as waits:
-            values, rings = await last(db), list[int]()
+        async with bell.waiting() as wait:
+            values, rings = await last(db), 0
             with trio.fail_after(PATIENCE):
                 while bell.hears():
                     await db.execute("SELECT pg_logical_emit_message(true, 'others', 'write')")
-                    waits.arm(values, trio.current_time() - 1, rings.append)
-            assert len(rings) <= bells._IDLE_RINGS + 1, "the first may have been for a row"
+                    rings += await wait(values, trio.current_time() - 1) == ANY
+            assert rings <= bells._IDLE_RINGS + 1, "the first may have been for a row"
 
 
 async def test_it_keeps_nothing_back_and_never_counts_as_a_synchronous_standby(server: EmbeddedPostgres) -> None:

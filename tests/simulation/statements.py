@@ -291,7 +291,6 @@ def _take_ack(entry: Entry, instance: str, token: int, generation: str) -> None:
     entry.acks[instance] = Acked(token, generation)
 
 
-_OF_THIS_RUN = re.compile(r" pid \d+ [0-9a-f]{8}$")  # of the name of a daemon: a replay has another one
 _RANGE = re.compile(r't\."id" > (\S+) AND t\."id" <= (\S+) AND ')
 _STEP = re.compile(r"generate_series\((-?\d+)::bigint, (-?\d+)::bigint - 1, (\d+)::bigint\)")
 _FILE = re.compile(r"pg_relation_filenode\(\d+::oid\) = (\d+)::oid")
@@ -340,8 +339,7 @@ class Backend:
         self._check()
         await self._cluster.step()
         self._check()
-        shown = (_OF_THIS_RUN.sub("", one) if isinstance(one, str) else one for one in args)
-        self._cluster.trace("sql", self._session.application_name, sql[:60], *shown)
+        self._cluster.trace("sql", self._session.application_name, sql[:60], *args)
         try:
             found = await self._answer(sql, *args)
         finally:
@@ -506,10 +504,6 @@ class Backend:
             }
             for one, watched in holds
         ]
-
-    async def _nobody(self, *_: Any) -> Answer:
-        held = any(mode is not Mode.ACCESS_SHARE for locks in self._cluster.locks.held.values() for _, mode in locks)
-        return [{"flushed": self._cluster.flushed, "unfit": [], "held": held}]
 
     async def _blockers(self, sequences: list[int], tables: list[int]) -> Answer:
         found: Answer = []
@@ -797,7 +791,6 @@ _KNOWN: dict[str, Callable[..., Awaitable[Answer]]] = {
     load_sql("horizon_inspect"): Backend._inspect,
     load_sql("horizon_last_values"): Backend._last_values,
     load_sql("horizon_blockers"): Backend._blockers,
-    load_sql("horizon_nobody"): Backend._nobody,
     load_sql("bell"): Backend._bell,
     statement("stream_load", SCHEMA): Backend._load,
     statement("stream_marks", SCHEMA): Backend._marks,
@@ -859,9 +852,9 @@ class ModelDatabase(Database):
     """A pool of connections to the model."""
 
     def __init__(self, cluster: Cluster, registry: Registry, name: str, size: int, fence: Fence) -> None:
-        confused = type("Confused", (Exception,), {})
-        target = Target("model", "model", "model")
-        settings = Settings("", target, {}, 10.0, 60.0, (Failed,), confused, lambda fields: Failed(fields["C"], ""))
+        settings = Settings(
+            "", Target("model", "model", "model"), {}, 10.0, 60.0, (Failed,), type("Confused", (Exception,), {})
+        )
         super().__init__(_Loop(), settings, size, 30.0, fence=fence)
         self._cluster = cluster
         self._registry = registry

@@ -215,12 +215,8 @@ class Real:
             load_sql("horizon_holders").replace("{moved}", "'{}'::oid[]").replace("{key}", "NULL::bytea"),
             ([table], [sequence], [], [], [], False, [sequence], [table]),
         ).fetchall()
-        [nobody] = self.observer.execute(
-            load_sql("horizon_nobody"), ([table], [sequence], [], [], [], [], [])
-        ).fetchall()
         blockers = self.observer.execute(load_sql("horizon_blockers"), ([sequence], [])).fetchall()
         return {
-            "held": nobody["held"],
             "value": self.observed("SELECT last_value, is_called, log_cnt FROM public.s0_id_seq"),
             "last_value": values if values == LOCKED else values[0]["last_value"],
             "holders": sorted(str(row["application_name"]) for row in holders if row["holder"] is not None),
@@ -361,13 +357,11 @@ class Model:
         values = await self.observed(load_sql("horizon_last_values"), [sequence])
         sql = load_sql("horizon_holders").replace("{moved}", "'{}'::oid[]").replace("{key}", "NULL::bytea")
         holders = await self.observed(sql, [table], [sequence], [], [], [], False, [sequence], [table])
-        [nobody] = await self.backend.fetch(load_sql("horizon_nobody"), [table], [sequence], [], [], [], [], [])
         value = self.table.sequence.value
         shown = {"last_value": value.last, "is_called": value.called, "log_cnt": value.logged}
         locked = self.cluster.locks.conflicts(self.table.oid, self.backend._session, Mode.ACCESS_SHARE)
         rows = [{"id": row.id, "writer": row.writer} for row in self.table.between(-1, 1 << 60)]
         return {
-            "held": nobody["held"],
             "value": [shown],
             "last_value": values if values == LOCKED else values[0]["last_value"],
             "holders": sorted(str(row["application_name"]) for row in holders if row["holder"] is not None),

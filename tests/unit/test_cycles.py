@@ -60,31 +60,16 @@ def test_a_cycle_that_was_old_when_it_became_garbage_goes_with_the_next_look_at_
     assert gone() is None
 
 
-@pytest.mark.parametrize(("timeout", "most"), [(1.0, 1.5), (0.0, 2.5)])
-def test_new_objects_are_looked_at_in_every_turn_that_comes_late_enough(timeout: float, most: float) -> None:
-    """And only one time later where work follows each turn."""
+def test_new_objects_are_looked_at_in_every_turn_that_comes_late_enough() -> None:
     clock = _Clock()
     clock.takes[1] = 0.002
     collector = CycleCollector(clock, clock.collect, lambda: 0)
     for _ in range(100):
-        collector.before_io_wait(timeout)
+        collector.before_io_wait(0)
         clock.now += YOUNG / 4
     gaps = [after - before for (before, _), (after, _) in zip(clock.looks, clock.looks[1:], strict=False)]
     assert {generation for _, generation in clock.looks} == {1}
-    assert gaps
-    assert all(YOUNG + 0.002 <= gap <= most * YOUNG + 0.002 for gap in gaps)
-
-
-def test_the_first_turn_after_a_rest_is_not_delayed_by_a_look() -> None:
-    clock = _Clock()
-    collector = CycleCollector(clock, clock.collect, lambda: 0)
-    collector.before_io_wait(1.0)
-    clock.now += 3 * YOUNG
-    looks = len(clock.looks)
-    collector.before_io_wait(0)  # the event's task has run, and another one follows
-    assert len(clock.looks) == looks
-    collector.before_io_wait(1.0)
-    assert len(clock.looks) == looks + 1
+    assert all(YOUNG + 0.002 <= gap <= 1.5 * YOUNG + 0.002 for gap in gaps)
 
 
 @pytest.mark.parametrize("takes", [0.0, 0.03, 0.5])

@@ -113,7 +113,6 @@ class ServedStream:
         self._fork: Fork | None = None  # a fork that was found and not handled yet
         self._forked = trio.Event()  # set when there is one
         self._changed = trio.Event()
-        self._following = False  # a task looks for writers
         self._to_follow = trio.Event()  # set when there is a reading, or a change of the writers
         self._scope = trio.CancelScope()
         self._retained = 0
@@ -485,7 +484,6 @@ class ServedStream:
         self._linear = None
         self._main = self._make_lane(self._targets(reading), linear=False)
         self._known_upto = _known(reading)
-        self._following = False
         self._to_follow = trio.Event()
         self._to_follow.set()
         nursery.start_soon(self._main.run)
@@ -553,22 +551,7 @@ class ServedStream:
         """Have the lanes follow a reading, if it has a position."""
         if reading.position is not None and reading.refused is None and self.strayed is None:
             self.followed = reading
-            if self._following or self._to_follow.is_set() or not self._has_all_writers(reading):
-                self._to_follow.set()
-            else:
-                self._aim(reading)
-
-    def _has_all_writers(self, reading: Reading) -> bool:
-        """Whether the writers of all rows up to its position are listed, so that no task has to look for them."""
-        known = self.stream.instance_column is None or _known(reading) <= self._known_upto
-        return known and self.writers.is_current
-
-    def _aim(self, reading: Reading) -> None:
-        """Pass a position on to the lanes."""
-        self._target_reading = reading
-        self._main.set_target(self._targets(reading))
-        if self._linear is not None:
-            self._linear.set_target({LINEAR: _known(reading)})
+            self._to_follow.set()
 
     @property
     def _gather(self) -> float:
@@ -581,7 +564,7 @@ class ServedStream:
         refused = False
         while True:
             await self._to_follow.wait()
-            self._following, self._to_follow = True, trio.Event()
+            self._to_follow = trio.Event()
             try:
                 await self._follow()
             except (DatabaseError, TableReplaced, StreamRefused) as error:
@@ -592,7 +575,7 @@ class ServedStream:
                 await trio.sleep(self.pace.follow_retry)
                 self._to_follow.set()
             else:
-                refused = self._following = False
+                refused = False
                 self._context.troubles.end(KIND, self.name, FOLLOW)
 
     async def _follow(self) -> None:
@@ -601,7 +584,10 @@ class ServedStream:
         await self.writers.look()
         await self._discover(reading)
         if self.lineage is lineage:
-            self._aim(reading)
+            self._target_reading = reading
+            self._main.set_target(self._targets(reading))
+            if self._linear is not None:
+                self._linear.set_target({LINEAR: _known(reading)})
 
     async def _discover(self, reading: Reading) -> None:
         """Find new writers and list them, with their numbers, before the first of their rows is sent."""

@@ -61,11 +61,6 @@ class WriterList:
         self._news = registered
         return True
 
-    @property
-    def is_current(self) -> bool:
-        """Whether `look` would change nothing."""
-        return self._news is None and bool(self.numbers) and (self._reported or not self.crowded)
-
     async def look(self) -> None:
         """Update the list from the registry. At least one writer is always listed, since POSITION needs a name."""
         news, self._news = self._news, None

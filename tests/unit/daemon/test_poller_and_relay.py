@@ -17,8 +17,7 @@ from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.relay import MAX_LINE, Relay, RelayIntervals
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused
-from replicad.nurseries import open_plain_nursery
-from replicad.positions.bell import Bell, Ring
+from replicad.positions.bell import Bell, Wait
 from replicad.positions.horizon import Holder, HolderKind, Horizon, LockSource, Reading, Source
 from replicad.protocol.commands import LockReleased, RemoteServerUp
 from tests.daemons import relay_key, relayed
@@ -92,38 +91,27 @@ async def polling(**recover: Any) -> AsyncIterator[tuple[Poller, MemoryHorizon, 
 
 
 class MemoryBell:
-    """Rings when the test says so. `fails`: at the next moment, and each time that it begins."""
+    """Rings when the test says so, or after half a second."""
 
     def __init__(self) -> None:
         self.waits: list[Mapping[int, int | None]] = []
+        self.rung = trio.Event()
         self.fails = False
-        self._ring: Ring | None = None
-
-    def arm(self, values: Mapping[int, int | None], _since: float, ring: Ring) -> None:
-        self.waits.append(values)
-        self._ring = ring
-
-    def disarm(self) -> None:
-        self._ring = None
-
-    def ring(self) -> None:
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            ring(next(iter(self.waits[-1])))
 
     @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[MemoryBell]:
+    async def waiting(self) -> AsyncIterator[Wait]:
+        async def wait(values: Mapping[int, int | None], since: float) -> int | None:
+            self.waits.append(values)
+            self.rung = rung = trio.Event()
+            with trio.move_on_after(0.5):
+                await rung.wait()
+            if self.fails:
+                raise DatabaseUnavailable("gone")
+            return next(iter(values)) if rung.is_set() else None
+
         if self.fails:
             raise DatabaseUnavailable("away")
-        async with open_plain_nursery() as nursery:
-            nursery.start_soon(self._fail)
-            yield self
-            nursery.cancel_scope.cancel()
-
-    async def _fail(self) -> None:
-        while not self.fails:
-            await trio.sleep(0.5)
-        raise DatabaseUnavailable("gone")
+        yield wait
 
 
 @asynccontextmanager
@@ -251,32 +239,10 @@ async def test_while_nothing_moves_it_polls_when_the_bell_rings(autojump_clock: 
         assert pauses(horizon, since) == [2.0] * 2, "a poll is made now and then, whatever the bell says"
         await trio.sleep(0.1)
         rung_at = trio.current_time()
-        bell.ring()
+        bell.rung.set()
         await settle()
         assert horizon.polls[-1] == rung_at
         assert bell.waits[-1] == {2: 7}
-
-
-async def test_the_bell_begins_a_poll_right_after_one_that_moved_but_few_under_steady_movement(
-    autojump_clock: MockClock,
-) -> None:
-    async with attended() as (poller, horizon, bell):
-        poller.watch("s", SOURCE, lambda *_: None)
-        await trio.sleep(1)
-
-        async def move_steadily(times: int, pause: float) -> list[float]:
-            since = len(horizon.polls)
-            for at in range(times):
-                horizon.move(s=len(horizon.polls) * 1000 + at)
-                bell.ring()
-                await trio.sleep(pause)
-            return pauses(horizon, since)
-
-        assert await move_steadily(5, 0.001) == [0.001] * 4, "each at once"
-        await trio.sleep(1)
-        found = await move_steadily(1000, 0.001)
-        assert len(found) < 1.5 * 1000 * 0.001 / 0.01, "poll_min counts"
-        assert found.count(0.001) >= 5
 
 
 async def test_after_the_bell_it_polls_soon_again_if_the_position_is_held_back(autojump_clock: MockClock) -> None:
@@ -287,7 +253,7 @@ async def test_after_the_bell_it_polls_soon_again_if_the_position_is_held_back(a
             "s": Reading(position=1, last_value=2, held_by=Holder(HolderKind.TRANSACTION, pid=1, application_name="x"))
         }
         since = len(horizon.polls)
-        bell.ring()
+        bell.rung.set()
         await trio.sleep(0.1)
         assert pauses(horizon, since)[:4] == [0.0025, 0.005, 0.01, 0.01]
 

@@ -140,11 +140,15 @@ class System:
     def cpu_of_ended(self) -> float:
         """Seconds of processor time that Postgres' processes took which have ended: each connection has one.
 
-        Waits until no connection is left: a process counts when the postmaster has seen its end, some time after its
-        client has gone.
+        Waits until no connection but those of daemons is left: a process counts when the postmaster has seen its end,
+        some time after its client has gone.
         """
-        postmaster = self._postmaster()
-        wait_until(lambda: not any(map(_serves_client, postmaster.children())), "Postgres' connections to end")
+        postmaster, kept = self._postmaster(), {one.pid for one in self.serving()}
+
+        def ended() -> bool:
+            return not any(one.pid not in kept and _serves_client(one) for one in postmaster.children())
+
+        wait_until(ended, "Postgres' connections to end")
         times = postmaster.cpu_times()
         return float(times.children_user + times.children_system)
 

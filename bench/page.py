@@ -53,7 +53,7 @@ def keep(name: str, title: str, figures: Sequence[Figure], *, command: str, seco
         "figures": [_plain(figure) for figure in figures],
     }
     RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    write(found)
+    write(results())  # in the order of the file
 
 
 def write(found: Mapping[str, Any]) -> None:

@@ -177,7 +177,7 @@ class TransformedRows(Iterable[EnrichedRows]):
                 pc.equal(column.slice(0, rows.num_rows - 1), column.slice(1))
                 for column in (rows.column("_shard").combine_chunks(), rows.column(self.shape.id).combine_chunks())
             ]
-            same.insert(0, pc.and_(*pairs))
+            same.insert(0, pc.fill_null(pc.and_(*pairs), False))  # a row without an id has no touched id
         behind = pa.concat_arrays(same).slice(0, count)  # whether the next row has the same key
         rows = rows.slice(0, count)
         kind = rows.column(KIND)

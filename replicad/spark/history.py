@@ -41,9 +41,7 @@ log = get_logger("replicad.history")
 MOST_PRESENT = 5_000_000  # present versions, whose keys are in memory: some 200 bytes each
 _PAGE = 10_000  # versions that are read or written at once
 _PIECE = 2_000  # changes of a batch, at most: their old versions are in memory too
-MOST_BYTES = (
-    16 << 20
-)  # of the lines of a batch, and of the old versions; as values of Python they take several times that
+MOST_BYTES = 16 << 20  # of the lines of a batch, and of the old versions: values of Python take several times that
 
 _TIME = pa.timestamp("us", tz="UTC")
 FROM, TO, TOKEN, KEY, DIGEST = "_from", "_to", "_token", "_key", "_digest"

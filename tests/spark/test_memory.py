@@ -158,3 +158,13 @@ def test_deletes_and_rows_of_several_shards_after_a_transform() -> None:
     expected = [(id_ // 1000, id_) for id_ in range(2_500)]
     assert sink.tries == 2 * [([one for one in expected if one[1] % 5], [one for one in expected if not one[1] % 5])]
     assert list(run_sink(Twice(), SHAPE, BatchId("q", 1), 8)(iter(()))) == []
+
+
+def test_a_row_without_an_id_costs_no_delete() -> None:
+    """A transform has lost the id of a row of the next shard: Spark sorts it to the place behind the touched id."""
+    found = [(1, 5, DELETE), (2, None, WRITE), (2, 7, DELETE), (2, 7, WRITE)]
+    rows = [{"id": id_, "_shard": shard, "_seq": 1, KIND: kind, "text": "x"} for shard, id_, kind in found]
+    schema = pa.schema([*SHAPE.schema, (KIND, pa.string())])
+    sink = Twice()
+    list(run_sink(sink, SHAPE, BatchId("q", 1), 8)(iter([pa.RecordBatch.from_pylist(rows, schema=schema)])))
+    assert sink.tries[0][1] == [(1, 5)]

@@ -61,9 +61,7 @@ T = TypeVar("T")
 
 log = get_logger("replicad.spark")
 
-_stages: WeakKeyDictionary[Any, set[str]] = (
-    WeakKeyDictionary()
-)  # the temporary tables of a connection for small batches
+_stages: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # temporary tables, by connection, of small batches
 _columns: dict[tuple[str, str], tuple[str, Mapping[str, str]]] = {}  # by URL and table, with a digest of the catalog
 
 BATCHES = """

@@ -103,6 +103,11 @@ def _driver(servers: System, daemon: Daemon, kind: str, tables: str, trigger: st
                                cwd=Path.cwd(), env=dict(os.environ))  # fmt: skip
     try:
         yield started
+    except RuntimeError as error:
+        if started.poll() is None:
+            raise
+        said = (servers.folder / "driver.log").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"{error}; the driver has ended: {said[-3000:]}") from error
     finally:
         below = started.children(recursive=True) if started.poll() is None else []
         for one in (started, *below):
@@ -174,9 +179,7 @@ def _tables(servers: System, daemon: Daemon) -> list[Figure]:
         before, at = cpu_of_all(driver), time.monotonic()
         seconds = fresh_rows(servers.url, names, range(len(warm), len(warm) + int(FOLLOWED * TRANSACTIONS)))
         if driver.poll() is not None:
-            raise RuntimeError(
-                f"the driver of {TABLES} tables ended: {(servers.folder / 'driver.log').read_text()[-2000:]}"
-            )
+            raise RuntimeError("followed in vain")
         used = (cpu_of_all(driver) - before) / (time.monotonic() - at)
     start = Figure(
         f"start of one driver with {TABLES} tables, to the first row of each",

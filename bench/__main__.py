@@ -82,8 +82,9 @@ def main() -> int:
         seconds = time.monotonic() - began
         tables.append(table(f"{BENCHMARKS[name]}  [{seconds:.0f} s]", figures))
         if arguments.keep:
-            scale = "" if options.scale == 1 else f" --scale {options.scale:g}"
-            page.keep(name, BENCHMARKS[name], figures, command=f"python -m bench {name}{scale}", seconds=seconds)
+            words = "" if options.scale == 1 else f" --scale {options.scale:g}"
+            words += "".join(f" --only {text}" for text in options.only)
+            page.keep(name, BENCHMARKS[name], figures, command=f"python -m bench {name}{words}", seconds=seconds)
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"\n{os.cpu_count()} processors, load {load}; scale {options.scale:g}, {options.runs} rounds\n")
     print("\n\n".join([*tables, *(f"NOT MEASURED: {line}" for line in failed)]))

@@ -268,6 +268,7 @@ def _after_transform(
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed is tried again; each pause doubles
 _PATIENCE = 60.0  # seconds to wait for the current batch when a pipeline ends
 _PATIENCE_FAILING = 5.0  # the same for a batch that failed before
+_BEGINS = 60.0  # seconds for a query of one's own session to begin before the next one may
 _LOOK = 0.2  # seconds between two checks whether the query has ended or must end
 _BACKFILL = "rows that were written before have NULL in new columns; if they should not: replicad tubes backfill {tube}"
 _OUTAGES = (ConnectionLost, DatabaseUnavailable, DownstreamUnavailable)
@@ -507,7 +508,8 @@ def _stop(query: StreamingQuery) -> None:
 
 
 def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None = None) -> StreamingQuery:
-    """Start a pipeline in your own session and return its query, without waiting and without retries.
+    """Start a pipeline in your own session and return its query when it has begun, after a minute at most; without
+    retries.
 
     Raises:
         UsageError, EnvironmentRefused, DatabaseError: it cannot start.
@@ -517,4 +519,17 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
     send = ReportThread(Reporter(config.source, config.name)).post
     holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
     runner = make_runner(config, spark, enricher, checkpoint, holder=holder, on_batch=on_batch, send_report=send)
-    return start_query(config, spark, runner, checkpoint, holder=holder)
+    query = start_query(config, spark, runner, checkpoint, holder=holder)
+    _wait_until_begun(query)
+    return query
+
+
+def _wait_until_begun(query: StreamingQuery) -> None:
+    """Wait until the Python process of its source answers. Spark gives it ten seconds to begin, which are too few where
+    many queries of one driver begin at once: so they begin one after another.
+    """
+    deadline = time.monotonic() + _BEGINS
+    while query.isActive and time.monotonic() < deadline:
+        if not str(query.status["message"]).startswith(("Initializing", "Getting offsets")):
+            return
+        time.sleep(0.05)

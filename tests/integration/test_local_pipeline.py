@@ -258,6 +258,7 @@ async def test_a_downstream_and_a_checkpoint_that_were_put_back_together_are_not
         await trio.to_thread.run_sync(shop.run)
     async with running(replace(shop.config, rebuild=True)):
         await eventually(shop.is_equal)
+        await eventually(lambda: psql(shop.source, "SELECT count(*) FROM tube.shop") == "0")
     assert (await trio.to_thread.run_sync(shop.run)).batches == 0
 
 
@@ -321,6 +322,43 @@ async def test_two_downstreams_share_a_touch_and_one_that_fails_holds_nothing(
         psql(target_url, "ALTER TABLE away RENAME TO customer")
         await eventually(shop.is_equal)
         await eventually(lambda: psql(database_url, "SELECT count(*) FROM tube.shop_copy") == "0")
+
+
+async def test_a_lake_rests_after_a_batch_until_enough_has_come(
+    database: Database,
+    database_url: str,
+    target_url: str,
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other downstream does not, and nothing is acked meanwhile; what the lake lacks at the end comes next time."""
+    psql(database_url, SHOP)
+    more = f'[downstream.lake]\nkind = "delta"\nuri = "{tmp_path}/lake/{{schema}}.{{table}}"'
+    shop = shop_of(database_url, target_url, daemon, tmp_path, more)
+
+    def lake() -> int:
+        return Lake(str(tmp_path / "lake" / "public.customer")).arrow().to_pydict()["name"].count("new")
+
+    await eventually_backfilled(shop)
+    await trio.to_thread.run_sync(shop.run)
+    monkeypatch.setattr(writing, "REST", 1e9)
+    monkeypatch.setattr(writing, "LONGEST_REST", 2 * PATIENCE)
+    monkeypatch.setattr(writing, "ENOUGH", 5)
+    async with running(shop.config):
+        psql(database_url, "UPDATE customer SET name = 'new' WHERE id = 1")
+        await eventually(lambda: lake() == 1)
+        for number in range(2, 6):
+            psql(database_url, f"UPDATE customer SET name = 'new' WHERE id = {number}")
+            await eventually(shop.is_equal)
+            assert lake() == 1
+        assert psql(database_url, "SELECT count(*) FROM tube.shop WHERE ids <> '{}'") == "4"
+        psql(database_url, "UPDATE customer SET name = 'new' WHERE id = 6")
+        await eventually(lambda: lake() == 6)
+        psql(database_url, "UPDATE customer SET name = 'new' WHERE id = 7")
+        await eventually(shop.is_equal)
+    await trio.to_thread.run_sync(shop.run)
+    assert lake() == 7
 
 
 async def test_a_backlog_is_bounded_in_bytes(

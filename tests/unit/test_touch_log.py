@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -67,6 +69,56 @@ def test_a_downstream_never_goes_back() -> None:
     log.done("a", 1)  # and the thread ends the batch that it had in hand
     assert log.take("a", 0) == []
     assert log.behind("a") == 0
+
+
+def started(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def waits(thread: threading.Thread) -> bool:
+    thread.join(0.05)
+    return thread.is_alive()
+
+
+def ends(thread: threading.Thread) -> bool:
+    thread.join(30)
+    return not thread.is_alive()
+
+
+def test_the_reader_waits_until_a_downstream_has_written_all() -> None:
+    log = log_of(1)
+    reader = started(lambda: log.wait_wanted(60))
+    assert waits(reader)
+    log.take("a", 60)
+    log.done("b", 1)
+    assert waits(reader), "to take a chunk is not to wait for one"
+    taker = started(lambda: log.take("b", 60))
+    assert ends(reader)
+    log.add(chunk(2))
+    assert ends(taker)
+    stopped = started(lambda: log.wait_wanted(60))
+    assert waits(stopped)
+    log.stir()
+    assert ends(stopped)
+
+
+def test_a_downstream_gathers_until_there_is_enough() -> None:
+    log = log_of(1, ids=2)
+    gathering = started(lambda: log.gather("a", 5, 60))
+    assert waits(gathering)
+    log.add(chunk(2, ids=2))
+    assert waits(gathering)
+    log.add(chunk(3, ids=2))
+    assert ends(gathering)
+    log.done("b", 3)
+    for end in (log.stir, log.end):
+        gathering = started(lambda: log.gather("b", 5, 60))
+        assert waits(gathering)
+        end()
+        assert ends(gathering)
+    assert ends(started(lambda: log.gather("b", 5, 60))), "nothing more comes"
 
 
 def test_a_batch_is_bounded_and_has_one_chunk_at_least() -> None:

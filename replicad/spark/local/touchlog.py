@@ -4,13 +4,16 @@ The reader adds chunks in the order of the tube. Each downstream takes all chunk
 own pace. A chunk that every downstream has is acked and forgotten. The log is bounded: a reader that is ahead of the
 slowest downstream by `MOST_IDS` waits. An id of more than `ID_BYTES` counts as several, so that the bound is one
 in bytes too.
+
+An answer costs the same for one pod as for a hundred. So after an answer with few ids the reader reads on when a
+downstream has nothing to do (`wait_wanted`), and then gets all pods that have come meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -68,6 +71,8 @@ class TouchLog:
     ended: bool = False  # nothing is added any more
     _chunks: deque[TouchChunk] = field(default_factory=deque)
     _weight: int = 0
+    _waiting: int = 0  # downstreams that have written all chunks
+    _stirs: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -93,7 +98,10 @@ class TouchLog:
         with self._changed:
             place = max(self.places[name], self.taken.get(name, 0))
             if not self._from(place):
-                self._changed.wait(timeout)
+                self._waiting += 1
+                self._changed.notify_all()
+                self._wait_for(lambda: bool(self._from(place)), timeout)
+                self._waiting -= 1
             taken: list[TouchChunk] = []
             weight = 0
             for chunk in self._from(max(place, self.places[name])):
@@ -137,6 +145,20 @@ class TouchLog:
                 self._weight -= last.weight
             return last
 
+    def wait_wanted(self, timeout: float) -> None:
+        """Until a downstream waits for the next chunk, or `stir`."""
+        with self._changed:
+            self._wait_for(lambda: self._waiting > 0, timeout)
+
+    def gather(self, name: str, enough: int, timeout: float) -> None:
+        """Until a downstream lacks `enough` ids, nothing is added any more, or `stir`."""
+        with self._changed:
+            self._wait_for(lambda: self.ended or self.behind(name) >= enough, timeout)
+
+    def _wait_for(self, there: Callable[[], bool], timeout: float) -> None:
+        stirs = self._stirs
+        self._changed.wait_for(lambda: there() or self._stirs != stirs, timeout)
+
     def wait(self, timeout: float) -> None:
         """Until something has changed."""
         with self._changed:
@@ -145,6 +167,7 @@ class TouchLog:
     def stir(self) -> None:
         """Let all who wait look again."""
         with self._changed:
+            self._stirs += 1
             self._changed.notify_all()
 
     @property

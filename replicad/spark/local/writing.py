@@ -69,6 +69,9 @@ FRUITLESS = 10  # steps of garbage in a row that return the same ids
 AT_ONCE = 10_000  # touches of a batch whose rows are looked up before its transaction begins
 LOOK_AGAIN = 10.0  # seconds between two looks whether the backlog has something
 FLUSH_EVERY = 0.1  # seconds for which batches wait at most until the disk of the downstream has them
+LAKES = ("delta", "parquet")  # kinds for which a batch of one row costs about as much as one of a thousand
+REST, LONGEST_REST = 3.0, 1.0  # they rest so many times as long as a batch took, and so many seconds at most,
+ENOUGH = 10_000  # or until so many ids have come
 FLUSH_IDLE = 0.02  # seconds without touches after which they do not wait
 REPORT_EVERY = 2.0  # seconds between two reports for `replicad top`
 PATIENCE = 5.0  # seconds for a database before a failure counts as one: then the thread waits, and says so
@@ -293,7 +296,8 @@ class DownstreamThread:
         if self._unflushed and (not chunks or time.monotonic() >= self._flush_at):
             self._with_patience(self._flush)
         if not chunks:
-            self._send_report()
+            if not self._unflushed:  # else the run ends: the report waits for the flush, whose number it has
+                self._send_report()
             return
         self._busy = True
         try:
@@ -306,6 +310,9 @@ class DownstreamThread:
         if self._config.trigger != AVAILABLE_NOW and self._config.trigger:
             self._with_patience(self._flush)
             self._stopping.wait(float(self._config.trigger))
+        elif self._config.trigger != AVAILABLE_NOW and self._maker.kind in LAKES:
+            spent = time.monotonic() - self._began
+            self._log.gather(self.name, ENOUGH, min(LONGEST_REST, REST * spent))
 
     def _wrote(self, chunks: list[TouchChunk]) -> None:
         """A batch was written; it may be acked when the disk has it."""

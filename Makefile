@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-lite unit test test-busy lint specs docs bench stress fuzz torture simulate mutants proof drills synapse lock dist release-check clean distclean check-java
+.PHONY: help demo demo-lite unit test test-busy lint specs specs-all docs bench stress fuzz torture simulate mutants proof drills synapse lock dist release-check clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -70,8 +70,11 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 	$(VENV)/bin/lint-imports || failed="$$failed lint-imports;"; \
 	if [ -n "$$failed" ]; then echo "make: refused by:$$failed see above" >&2; exit 1; fi
 
-specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ with TLC (docs/dev/specs.md)
+specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ that have changed with TLC (docs/dev/specs.md)
 	@$(RUN) specs/run.py $(SPECS)
+
+specs-all: check-java $(VENV)/.specs ## check all of them again; some three minutes
+	@$(RUN) specs/run.py --all
 
 docs: $(VENV)/.docs ## make the pages and tables anew that are made from the program, and the site in site/
 	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.everyday_page tests.exits_page tests.keys_page tests.commands_page tests.proof.page; do $(RUN) -m $$page || exit 1; done

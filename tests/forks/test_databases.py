@@ -38,7 +38,7 @@ async def daemons(world: World, state: str) -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     ("state", "custom", "one_transaction"),
     [
-        ("alive", False, True),
+        long("alive", False, True),
         ("down", False, False),
         long("alive", False, False),
         long("alive", True, True),
@@ -68,7 +68,8 @@ async def test_a_dump_is_restored_and_clients_have_what_the_tables_have(
         await world.settle("after the restore")
 
 
-@pytest.mark.parametrize("state", ["down", long("suspended")])
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["down", "suspended"])
 async def test_a_table_that_is_restored_emptied_and_filled_again_before_anybody_looks_is_sent_in_full(
     postgres_folder: Path, fork_template: Path, state: str
 ) -> None:
@@ -136,7 +137,7 @@ async def test_a_stream_that_is_removed_and_added_again_is_another_one(
     ("state", "fewer"),
     [
         ("alive", (1, 0, -5)),
-        ("down", (-5,)),
+        long("down", (-5,)),
         long("suspended", (0,)),
         long("down", (1, 0)),
         long("suspended", (1, -5)),
@@ -200,6 +201,7 @@ async def test_ids_set_back_while_the_stream_is_busy_are_told_at_the_place_where
         await world.settle("after the ids went back")
 
 
+@pytest.mark.long
 async def test_ids_set_back_while_a_row_stops_the_stream_are_told_at_the_place_where_it_happened(
     postgres_folder: Path, fork_template: Path
 ) -> None:
@@ -220,7 +222,7 @@ async def test_ids_set_back_while_a_row_stops_the_stream_are_told_at_the_place_w
             await world.settle("after the ids went back")
 
 
-@pytest.mark.parametrize("times", [4, long(20)])
+@pytest.mark.parametrize("times", [2, long(20)])
 async def test_ids_set_back_at_a_poll_that_is_broken_off_are_not_forgotten(
     postgres_folder: Path, fork_template: Path, times: int
 ) -> None:

@@ -14,6 +14,7 @@ from tests.torture import play
 from .schedule import KINDS, Step, make_schedule, playable, written
 
 
+@pytest.mark.long
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", [327])
 async def test_no_client_differs_from_the_tables_whatever_happens(

@@ -213,9 +213,9 @@ async def prepare(world: World, how: str) -> Back:
 @pytest.mark.parametrize(
     ("how", "policy"),
     [
-        ("promotion", "report"),
         ("copy", "backfill"),
-        ("dump", "report"),
+        long("promotion", "report"),
+        long("dump", "report"),
         long("dump_at_once", "backfill"),
         long("reload", "report"),
         long("promotion", "backfill"),

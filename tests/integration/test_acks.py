@@ -13,7 +13,7 @@ from replicad.postgres.bridge import Database
 from replicad.sender.intake import Upstream, client_upstream
 from replicad.streams.registry import Registry
 from replicad.streams.serving.intervals import StreamIntervals
-from tests.conftest import install, psql
+from tests.conftest import psql
 from tests.daemons import Daemon, Paces
 
 from .conftest import PATIENCE, Connect
@@ -127,7 +127,6 @@ def test_the_command_names_who_holds_rows_back_until_it_is_forgotten(
         out, err = capsys.readouterr()
         return err.splitlines()[-1] if status else out
 
-    install(database_url, "stream")
     psql(database_url, "CREATE TABLE events (id bigserial PRIMARY KEY)")
     run("add", "events", "--table", "public.events", "--id", "id")
     psql(database_url, "INSERT INTO events SELECT FROM generate_series(1, 100)")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicad.cli import app
-from tests.conftest import install, psql
+from tests.conftest import psql
 
 Run = Callable[..., Any]
 
@@ -30,7 +30,6 @@ def run(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 @pytest.fixture
 def events(run: Run, database_url: str) -> str:
     """A stream `events` of the writers a and b, with rows 1 to 3, published up to 3."""
-    install(database_url, "stream")
     psql(database_url, "CREATE TABLE events (id bigserial PRIMARY KEY, who text)")
     psql(database_url, "INSERT INTO events (who) VALUES ('a'), ('b'), ('b')")
     run("add", "events", "--table", "public.events", "--id", "id", "--instance-column", "who")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE, install, psql
+from tests.conftest import PATIENCE, psql
 from tests.roles import as_daemon
 
 pytestmark = pytest.mark.postgres
@@ -75,7 +75,6 @@ def serving(start: Start, folder: Path, *words: str) -> Iterator[tuple[str, subp
 def test_tail_misses_and_repeats_nothing_when_the_daemon_is_killed_and_comes_back(
     start: Start, database_url: str, tmp_path: Path
 ) -> None:
-    install(database_url, "stream")
     psql(database_url, "CREATE TABLE events (id bigserial PRIMARY KEY, data text)")
     assert start("streams", "add", "events", "--table", "public.events", "--id", "id").wait(PATIENCE) == 0
     insert = "INSERT INTO events (data) SELECT 'x' FROM generate_series(1, 10)"

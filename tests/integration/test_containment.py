@@ -59,6 +59,7 @@ from replicad.tubes.pods import PodBook
 from replicad.tubes.serving.known import KnownTubes
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.daemons import Daemon, Paces
+from tests.lengths import LONG
 
 from .conftest import Netcat, netcat_to
 
@@ -66,6 +67,7 @@ HANG = 60.0  # seconds after which a wait is a failure
 DATABASE_ERRORS = (DatabaseError, DatabaseUnavailable, DatabaseRefused, StandbyRefused, SchemaMissing, SchemaTooNew)
 ERRORS: tuple[type[Exception], ...] = (OSError, MemoryError, ValueError, AssertionError, *DATABASE_ERRORS)
 LOGGED = {"unexpected_failure", "failure_contained", "trouble_began", "trouble_changed", "database_away", "relay_deaf"}
+INJECTED = ERRORS if LONG else (OSError, AssertionError, DatabaseRefused)  # a kind of each sort
 numbers = itertools.count(1)
 
 
@@ -73,7 +75,7 @@ def code_of(kind: type[Exception]) -> str:
     return str(getattr(kind, "code", kind.__name__))
 
 
-CODES: Set[str] = frozenset(code_of(kind) for kind in ERRORS)
+CODES: Set[str] = frozenset(code_of(kind) for kind in INJECTED)
 # The end of a session by an error of the database has a reason of its own.
 DEFECTS: Set[str] = CODES - frozenset(code_of(kind) for kind in DATABASE_ERRORS)
 
@@ -446,7 +448,7 @@ FAULTS = (
 def inject(fault: Fault, patch: pytest.MonkeyPatch) -> deque[Exception]:
     """Have the next calls raise; returns the errors that were not raised yet."""
     original = getattr(fault.owner, fault.attribute)
-    left: deque[Exception] = deque(kind("injected") for kind in ERRORS)
+    left: deque[Exception] = deque(kind("injected") for kind in INJECTED)
 
     def due(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
         return bool(left) and fault.when(*args, **named)
@@ -478,7 +480,7 @@ async def test_a_failing_task_is_reported_and_hurts_no_bystander(world: World, f
             while left:
                 await fault.provoke(world)
                 await trio.sleep(0.02)
-                if len(left) == len(ERRORS) // 2:
+                if len(left) == len(INJECTED) // 2:
                     await world.see_bystanders_go_on()
         await world.see_bystanders_go_on()
         with trio.fail_after(HANG):

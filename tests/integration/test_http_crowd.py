@@ -179,7 +179,7 @@ async def test_requests_of_a_crowd_are_answered_one_in_a_turn_of_the_event_loop(
 
 # --- memory ---
 
-COUNT = 100_000 if LONG else 2000
+COUNT = 100_000 if LONG else 500
 GROWTH = 1.2
 PAUSE = 0.05  # seconds of a turn
 REST = 10.0  # seconds

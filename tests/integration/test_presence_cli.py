@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicad.cli import app
-from tests.conftest import install, psql
+from tests.conftest import psql
 
 Run = Callable[..., Any]
 
@@ -24,7 +24,6 @@ SELECT replicad.presence_user_ip_write('{x,y}', '{@a,@b}', '{10.0.0.1,10.0.0.2}'
 @pytest.fixture
 def run(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("REPLICAD_DATABASE", database_url)
-    install(database_url, "stream")
 
     def run_words(*words: str, status: int = 0) -> Any:
         assert app.run(["presence", *words]) == status, capsys.readouterr().err

@@ -25,6 +25,7 @@ from replicad.streams.rows import FEW, RowSource
 from replicad.tubes.commands import Part
 from replicad.tubes.pods import PodBook, PodReadBounds, Span
 from tests.conftest import PATIENCE, install, psql
+from tests.lengths import first
 from tests.other_servers import PROGRAMS, other_server
 
 from .conftest import Connect
@@ -119,14 +120,14 @@ SWAPPED = """
 SUBSELECT = "to_json((SELECT e.v FROM public.events e WHERE e.id = t.id))"
 REWRITES = {
     "type": (PLAIN, "ALTER TABLE events ALTER COLUMN v TYPE bigint"),
+    "type of partitions": (PARTITIONS, "ALTER TABLE events ALTER COLUMN v TYPE bigint"),
+    "one heir": (HEIRS, FILLED_AGAIN.format("events_1")),
+    "partition swapped": (PARTITIONS, SWAPPED),
     "volatile default": (PLAIN, "ALTER TABLE events ADD COLUMN r float8 DEFAULT random()"),
     "generated": (PLAIN, "ALTER TABLE events ADD COLUMN g int GENERATED ALWAYS AS (v + 1) STORED"),
     "filled again": (PLAIN, FILLED_AGAIN.format("events")),
     "cluster": (PLAIN, "CLUSTER events USING events_pkey"),
-    "type of partitions": (PARTITIONS, "ALTER TABLE events ALTER COLUMN v TYPE bigint"),
     "one partition": (PARTITIONS, FILLED_AGAIN.format("events_1")),
-    "partition swapped": (PARTITIONS, SWAPPED),
-    "one heir": (HEIRS, FILLED_AGAIN.format("events_1")),
 }
 
 
@@ -163,7 +164,7 @@ def reads_of(db: Database, source: RowSource) -> dict[str, Read]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", REWRITES)
+@pytest.mark.parametrize("kind", first(4, REWRITES))
 async def test_each_read_of_a_stream_that_waits_for_a_rewrite_finds_all_rows(
     db: Database, owner: str, kind: str
 ) -> None:

@@ -17,7 +17,7 @@ from replicad.cli import app
 from replicad.errors import NotOwner
 from replicad.postgres.literals import fill
 from replicad.sharding import BlockingShardedWriter
-from tests.conftest import PATIENCE, install, psql
+from tests.conftest import PATIENCE, psql
 from tests.sharding_checker import OVERLAPS, ROWS, WRITE
 
 pytestmark = pytest.mark.postgres
@@ -37,7 +37,6 @@ def replicad(url: str, *words: str, status: int = 0) -> Any:
 def url(database_url: str) -> str:
     """A database with the stream `events`, whose writers share 16 slots."""
     psql(database_url, ROWS)
-    install(database_url, "stream")
     replicad(database_url, "streams", "add", "events", "--table", "public.events", "--id", "id")
     assert "share 16 slots\n" in replicad(database_url, "sharding", "enable", "events", "--slots", "16")
     return database_url

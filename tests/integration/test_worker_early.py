@@ -16,6 +16,7 @@ from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import START
 from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
+from tests.lengths import first
 
 from .conftest import OpenClient
 
@@ -127,7 +128,7 @@ async def test_a_cursor_does_not_pass_early_pods_and_control_pods_are_not_among_
             await client.plan("items", part, lease.term, early=(0,))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", first(1, [1, 2, 3]))
 async def test_random_transactions_end_in_an_equal_downstream_and_no_pod_is_processed_twice(
     items: Database, open_worker_client: OpenClient, seed: int
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_parquet_folder_follows_backfill_inserts_updates_and_deletes(
     assert spark.read.parquet(str(tmp_path / "out/current")).count() == len(cities.rows())
 
 
+@pytest.mark.long
 def test_a_batch_is_a_span_in_the_traces_of_its_rows(
     spark: SparkSession, cities: Cities, tmp_path: Path, finished: Any
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_column_that_is_dropped_everywhere_ends_the_pipeline_with_a_sentence_a
     assert len(cities.daemon.tubes["t"].pods) == 1
 
 
+@pytest.mark.long
 def test_what_cannot_be_read_is_parked_and_the_others_go_on(
     spark: SparkSession, cities: Cities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,7 @@ def test_a_pipeline_does_not_ack_unread_what_an_older_checkpoint_plans_again(
     forget(database_url)
 
 
+@pytest.mark.long
 @pytest.mark.spark
 def test_a_downstream_that_is_put_back_while_the_pipeline_runs_is_noticed(
     spark: SparkSession, database_url: str, daemon: FakeDaemon, tmp_path: Path

@@ -11,6 +11,7 @@ import trio
 from replicad.errors import DatabaseError, TubeRefused
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
+from tests.lengths import crossed
 
 STEP3 = "SELECT tube.tube_backfill_step3($1, 'a', $2::text::regclass, $3)"
 CHUNK = "SELECT * FROM tube.tube_backfill_chunk($1, 'a', $2::text::regclass, $3, NULL, $4, $5)"
@@ -82,8 +83,7 @@ async def test_a_shard_that_is_being_backfilled_is_left_alone_until_its_control_
     assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") == 990
 
 
-@pytest.mark.parametrize("page", [1, 60, 990, 5000])
-@pytest.mark.parametrize("order", ["born", "id", "v"])
+@pytest.mark.parametrize(("page", "order"), crossed([1, 60, 990, 5000], ["born", "id", "v"]))
 async def test_a_backfill_in_pieces_puts_the_same_ids_in_the_same_order(
     filled: Database, page: int, order: str
 ) -> None:

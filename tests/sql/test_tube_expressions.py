@@ -10,6 +10,7 @@ import trio
 from replicad.errors import DatabaseError, TubeRefused
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
+from tests.lengths import crossed
 
 Pod = tuple[str, int, list[int]]
 Take = Callable[[str], Awaitable[list[Pod]]]
@@ -60,8 +61,7 @@ EXPRESSIONS = [  # of which some are refused, and the others must not fail or hi
 ]
 
 
-@pytest.mark.parametrize("virtual", [False, True])
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@pytest.mark.parametrize(("expression", "virtual"), crossed(EXPRESSIONS, [False, True]))
 async def test_what_is_accepted_sees_every_write_as_a_query_sees_the_row(
     db: Database, take: Take, expression: str, virtual: bool
 ) -> None:
@@ -122,8 +122,7 @@ DEPENDENT = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("expression", DEPENDENT)
+@pytest.mark.parametrize(("setting", "expression"), crossed(SETTINGS, DEPENDENT, turns=2))
 async def test_an_expression_gives_the_same_whatever_the_settings_of_the_writer(
     db: Database, take: Take, setting: str, expression: str
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from replicad.errors import DatabaseError, TubeRefused
 from replicad.postgres.bridge import Database
 from replicad.postgres.schema import script
+from tests.lengths import crossed
 
 Pod = tuple[str, int, list[Any]]
 Take = Callable[[str], Awaitable[list[Pod]]]
@@ -37,9 +38,15 @@ async def backfill(db: Database, *, routed: bool = False, order: str = "NULL") -
         )
 
 
-@pytest.mark.parametrize("type", WIDTHS)
-@pytest.mark.parametrize("name", ["film_id", "Film Id", "tube_row", "shard", "ids", "op"])
-@pytest.mark.parametrize("more", ["", ", routing => '1'", ", predicate => 'v IS NULL OR v < 100'"])
+@pytest.mark.parametrize(
+    ("name", "type", "more"),
+    crossed(
+        ["film_id", "Film Id", "tube_row", "shard", "ids", "op"],
+        WIDTHS,
+        ["", ", routing => '1'", ", predicate => 'v IS NULL OR v < 100'"],
+        turns=2,
+    ),
+)
 async def test_an_integer_primary_key_of_any_width_and_name_is_the_key(
     db: Database, take: Take, type: str, name: str, more: str
 ) -> None:
@@ -202,8 +209,7 @@ SETTING = (
 )
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-@pytest.mark.parametrize("more", ["", ", routing => 'v % 2'", ", predicate => 'v < 1000'"])
+@pytest.mark.parametrize(("kind", "more"), crossed(TEXTS, ["", ", routing => 'v % 2'", ", predicate => 'v < 1000'"]))
 async def test_keys_of_all_types_are_texts_in_the_tube_whatever_the_settings(
     db: Database, take: Take, kind: str, more: str
 ) -> None:
@@ -227,8 +233,7 @@ async def test_keys_of_all_types_are_texts_in_the_tube_whatever_the_settings(
     assert not await db.fetch("SELECT FROM pg_proc WHERE pronamespace = 'sh1'::regnamespace")
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-@pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.parametrize(("kind", "count"), crossed(TEXTS, [3, 40]))
 async def test_a_changed_key_touches_both(db: Database, take: Take, kind: str, count: int) -> None:
     row, key, _ = await attach_texts(db, kind)
     await db.execute(f"INSERT INTO sh1.t SELECT {row}, n FROM generate_series(1, {count}) n")
@@ -244,8 +249,7 @@ async def test_a_changed_key_touches_both(db: Database, take: Take, kind: str, c
     assert sorted(i for _, _, ids in await take("a") for i in ids) == sorted([*before, *after])
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-@pytest.mark.parametrize("more", ["", ", routing => 'v % 2'"])
+@pytest.mark.parametrize(("kind", "more"), crossed(TEXTS, ["", ", routing => 'v % 2'"]))
 async def test_a_backfill_by_pieces_puts_every_key_once(db: Database, take: Take, kind: str, more: str) -> None:
     row, key, _ = await attach_texts(db, kind, more)
     await db.execute(f"INSERT INTO sh1.t SELECT {row}, n FROM generate_series(1, 9) n")

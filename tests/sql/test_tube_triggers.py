@@ -8,6 +8,7 @@ import pytest
 
 from replicad.errors import DatabaseError, TubeRefused
 from replicad.postgres.bridge import Database
+from tests.lengths import crossed
 
 Take = Callable[[str], Awaitable[list[tuple[str, int, list[int]]]]]
 
@@ -27,8 +28,9 @@ async def test_each_statement_becomes_one_pod_with_its_operation_in_the_order_of
     assert await take("a") == [("I", 1, [9, 3, 7]), ("U", 1, [3, 7]), ("D", 1, [9])]
 
 
-@pytest.mark.parametrize("rows", [16, 17, 250, 251, 500, 1001])
-@pytest.mark.parametrize("extra", ["", ", predicate => 'v >= 0'", ", routing => '1'"])
+@pytest.mark.parametrize(
+    ("rows", "extra"), crossed([16, 17, 250, 251, 500, 1001], ["", ", predicate => 'v >= 0'", ", routing => '1'"])
+)
 async def test_more_than_250_ids_become_several_pods_in_order(db: Database, take: Take, rows: int, extra: str) -> None:
     await db.execute(T + f"SELECT tube.tube_table_ensure_attached('a', 'sh1.t'{extra})")
     expected = [list(range(low, min(low + 250, rows + 1))) for low in range(1, rows + 1, 250)]

@@ -22,7 +22,7 @@ from replicad.tubes.commands import Part
 from ..conftest import psql
 from ..integration.test_faults_daemon import ServeProcess
 
-ROWS = int(os.environ.get("REPLICAD_STRESS_ROWS", "100_000"))
+ROWS = int(os.environ.get("REPLICAD_STRESS_ROWS", "20_000"))
 KILLS = 3
 GROWTH = 64 << 20  # bytes that the daemon may grow by, from what it has when it is ready
 BACKLOG = 10_000 + 400 + 3  # pods: the backfiller's bound, a piece more, and the control pods

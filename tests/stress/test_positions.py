@@ -1,6 +1,6 @@
 """Dozens of writers that do everything a writer may do, and one reader that must get every row exactly once.
 
-Takes REPLICAD_STRESS_SECONDS (4 in the suite; `make stress` gives it minutes). The reader polls, reads the rows of
+Takes REPLICAD_STRESS_SECONDS (2 in the suite; `make stress` gives it minutes). The reader polls, reads the rows of
 (old position, new position], and never looks back: a row that turns up at or below a published position is missing
 at the end.
 """
@@ -23,7 +23,7 @@ from replicad.postgres.bridge import Database, open_database
 from tests import recording
 from tests.recording import RecordedHorizon, Recorder
 
-SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "4"))
+SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "2"))
 PROCESSES, WRITERS = 2, 18
 PARTITIONS = 4
 NAMES = ("A", "B", "C")

@@ -1,6 +1,6 @@
 """Dozens of writers that reserve ids, use them late, lose them and die; a reader that must get every row exactly once.
 
-Takes REPLICAD_STRESS_SECONDS (4 in the suite; `make stress` gives it minutes). Ids that lost their cover must have been
+Takes REPLICAD_STRESS_SECONDS (2 in the suite; `make stress` gives it minutes). Ids that lost their cover must have been
 refused: a row that turns up at or below a published position is missing at the end.
 """
 
@@ -23,7 +23,7 @@ from replicad.streams.registry import Method, Registry, horizon_source
 
 from .reserving import NAMES, REFUSED, SUCCEED
 
-SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "4"))
+SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "2"))
 PROCESSES, WRITERS = 2, 14
 
 pytestmark = [pytest.mark.postgres, pytest.mark.stress, pytest.mark.timeout(SECONDS * 2 + 120)]

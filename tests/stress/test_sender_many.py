@@ -19,13 +19,14 @@ import trio
 
 from replicad.postgres.bridge import Database
 from tests.daemons import Daemon
+from tests.lengths import LONG
 
 from ..federation_receiver import Receiver, Reply, Request
 from ..integration.conftest import *  # noqa: F403 - its fixtures: a daemon of the test's own
 from ..integration.test_sender_process import arguments, facts, process, receiver  # noqa: F401 - fixtures
 
-DESTINATIONS = int(os.environ.get("REPLICAD_STRESS_DESTINATIONS", "120"))
-FACTS = 60
+DESTINATIONS = int(os.environ.get("REPLICAD_STRESS_DESTINATIONS", "40"))
+FACTS = 60 if LONG else 20
 GROWTH = 192 << 20  # bytes: what 10,000 destinations may cost, Python's own included
 PATIENCE = 60 + DESTINATIONS / 20  # seconds
 

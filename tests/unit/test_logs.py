@@ -178,7 +178,7 @@ def test_masking_keeps_numbers_and_the_shape_of_containers() -> None:
 
 def test_a_field_repeats_no_long_input_and_no_part_of_a_secret(output: io.StringIO) -> None:
     configure_logs(LogSettings(), output)
-    for text in ("x" * 1_000_000, "password=" + "p" * 1_000_000, "a\x1b" * 500_000):
+    for text in ("x" * 100_000, "password=" + "p" * 100_000, "a\x1b" * 50_000):
         structlog.get_logger().warning("peer_error", error=text, more=[text])
     for line in output.getvalue().splitlines():
         assert len(line) < 3 * LONGEST_MESSAGE

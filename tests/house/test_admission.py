@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import replicad
+from tests.source import IN_ONE_PROCESS, PACKAGE, modules
 
-HOUSE = Path(replicad.__file__).parent
+pytestmark = IN_ONE_PROCESS
+
 LISTENING = {
     "create_server",
     "open_tcp_listeners",
@@ -22,12 +22,12 @@ WAYS_IN = {"daemon/daemon.py": "admit", "operations/http/server.py": "admitted"}
 
 def calls() -> Iterator[tuple[str, str]]:
     """Each file, and the names that are called in it."""
-    for file in sorted(HOUSE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for module in modules():
+        for node in module.nodes:
             if isinstance(node, ast.Call):
                 called = node.func
                 name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-                yield file.relative_to(HOUSE).as_posix(), name
+                yield module.path.relative_to(PACKAGE).as_posix(), name
 
 
 def test_connections_are_accepted_in_one_place_and_counted_wherever_they_are_served() -> None:

@@ -9,7 +9,7 @@ import click
 
 from replicad.config.declaring import nearest
 from replicad.features import command_modules
-from replicad.terminal.command import CommandRun
+from replicad.terminal.command import CommandRun, ReplicadGroup
 from replicad.terminal.failures import report
 
 COMMANDS = {
@@ -35,7 +35,7 @@ Start here:
 """
 
 
-class LazyGroup(click.Group):
+class LazyGroup(ReplicadGroup):
     """A group that imports the file of a sub-command only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
@@ -65,7 +65,7 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     epilog=EPILOG,
-    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
+    context_settings={"max_content_width": 100},
 )
 @click.option("--debug", is_flag=True, help="Show the traceback if a command fails.")
 @click.option("--context", metavar="NAME", help="Work on the database and the daemon of this context.")

@@ -71,7 +71,16 @@ option = functools.partial(click.option, cls=SectionOption)
 """`click.option` for our commands. Options made without it (click's `--help`) are listed as common options."""
 
 
-class ReplicadCommand(click.Command):
+class _OwnHelp(click.Command):
+    """Has `-h`, too, if its settings do not say otherwise."""
+
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        """Those of the command: click keeps the help option of its first context, whatever that context was for."""
+        ctx.help_option_names = self.context_settings.get("help_option_names", ["-h", "--help"])
+        return super().get_help_option_names(ctx)
+
+
+class ReplicadCommand(_OwnHelp):
     """A command with `--debug` and a help text in sections.
 
     `log_level` is the default level of its logs (`info` for commands that run for a long time). None: no logs.
@@ -79,8 +88,6 @@ class ReplicadCommand(click.Command):
 
     def __init__(self, *args: Any, log_level: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Click keeps the help option of a command's first context, whatever the root of that context was.
-        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
         self.log_level = log_level
         if log_level is not None:
             for made in settings_of(LogSettings):
@@ -152,7 +159,7 @@ def _warn_of_variables(ctx: click.Context) -> None:
                 say(f"replicad: warning: the variable {name} is not known; did you mean {near}?")
 
 
-class ReplicadGroup(click.Group):
+class ReplicadGroup(_OwnHelp, click.Group):
     """A group whose commands are `ReplicadCommand`s."""
 
     command_class = ReplicadCommand

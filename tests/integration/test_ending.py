@@ -115,7 +115,9 @@ async def test_a_program_that_handles_sigterm_ends_as_it_likes(
     database: Database, daemon: Daemon, database_url: str
 ) -> None:
     await database.execute("SELECT tube.tube_ensure_exists('queue', 1)")
-    own = WORKER.format(library="trio, signal", run="signal.signal(15, lambda *_: sys.exit(3)); trio.run(worker.run)")
+    own = WORKER.format(
+        library="trio, signal, os", run="signal.signal(15, lambda *_: os._exit(3)); trio.run(worker.run)"
+    )
     with started(own, daemon, database_url) as process:
         await until(database, "SELECT count(*) FROM tube.tube_lease", 1, process)
         process.send_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -205,18 +205,46 @@ def served_template(postgres_url: str) -> Iterator[str]:
     psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
 
 
+@pytest.fixture(scope="session")
+def maintain(postgres_url: str) -> Iterator[Callable[..., None]]:
+    """Runs SQL commands in the database of `postgres_url`, over one connection: a psql for each would cost more."""
+    import psycopg
+
+    connection: psycopg.Connection | None = None
+
+    def connected() -> psycopg.Connection:
+        nonlocal connection
+        try:
+            if connection is not None:
+                connection.execute("SELECT")
+        except psycopg.OperationalError:  # a test has ended it
+            connection = None
+        if connection is None:
+            connection = psycopg.connect(postgres_url, autocommit=True, application_name="tests")
+        return connection
+
+    def run(*sql: str) -> None:
+        for command in sql:
+            connected().execute(command.encode())
+
+    yield run
+    if connection is not None:
+        connection.close()
+
+
 @pytest.fixture
-def database_url(request: pytest.FixtureRequest, postgres_url: str) -> Iterator[str]:
+def database_url(request: pytest.FixtureRequest, postgres_url: str, maintain: Callable[..., None]) -> Iterator[str]:
     """URL of a fresh database with our schema and nothing else, dropped after the test whoever is still connected.
 
     Our schema belongs to the role of the daemon (tests/roles.py); the URL is a superuser's. With the marker
     `bare_database`: an empty one, as a new user's is.
     """
+    import psycopg
+
     name = f"test_{os.getpid()}_{next(_numbers)}"
     bare = request.node.get_closest_marker("bare_database")
     template = "template1" if bare else request.getfixturevalue("served_template")
-    psql(
-        postgres_url,
+    maintain(
         f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY",
         f"GRANT CREATE ON DATABASE {name} TO {DAEMON}",  # the template has given all else
     )
@@ -225,12 +253,12 @@ def database_url(request: pytest.FixtureRequest, postgres_url: str) -> Iterator[
         psql(url, ROLES)
     yield url
     try:
-        psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
-    except AssertionError:  # it holds prepared transactions
+        maintain(f"DROP DATABASE {name} WITH (FORCE)")
+    except psycopg.errors.ObjectInUse:  # it holds prepared transactions
         for gid in psql(url, "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()").splitlines():
             with suppress(AssertionError):  # whoever prepared it may be ending it just now
                 psql(url, f"ROLLBACK PREPARED '{gid}'")
-        psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+        maintain(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 def _named(url: str, database: str) -> str:

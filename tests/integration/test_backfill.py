@@ -53,7 +53,7 @@ async def contents(database: Database) -> tuple[list[int], list[str]]:
 async def test_a_backfill_that_is_broken_off_again_and_again_goes_on_and_every_id_comes_once(
     items: Database, start_daemon: Callable[..., Any]
 ) -> None:
-    paces = at_pace(piece=500, max_backlog=1)  # so that it stops after each piece
+    paces = at_pace(piece=1200, max_backlog=1)  # so that it stops after each piece
     await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
     seen: list[int] = []
     marks: list[str] = []

@@ -467,6 +467,7 @@ async def test_a_read_that_begins_while_a_partition_is_dropped_is_refused_or_who
         assert daemon.troubles.why("stream", "orders") is None
 
 
+@pytest.mark.long
 async def test_the_audit_takes_rotation_neither_for_lost_nor_for_late_rows_and_still_finds_late_ones(
     orders: Registry,
     database: Database,
@@ -532,6 +533,7 @@ async def test_the_audit_takes_rotation_neither_for_lost_nor_for_late_rows_and_s
                 await trio.sleep(0.01)
 
 
+@pytest.mark.long
 async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_begin_beyond_them(
     orders: Registry, database: Database, start_daemon: Start
 ) -> None:
@@ -567,6 +569,7 @@ async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_be
         assert await first_changes(client, "EARLIEST", None)
 
 
+@pytest.mark.long
 async def test_a_statement_that_outlasts_several_partitions_is_recorded(orders: Registry, database: Database) -> None:
     """It sees only the partitions that there were when it began, while daemons close them and make others."""
     await database.execute("CREATE TABLE slow (id integer PRIMARY KEY)")

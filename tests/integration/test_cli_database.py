@@ -87,7 +87,7 @@ def test_what_no_database_would_take_is_wrong_usage(run: Run, database_url: str)
         assert said in found, words
         assert "hun" not in found, words
         [stream] = run("streams", "list", "--json")
-        assert (stream["stream"], stream["max_row"]) == ("plain", 1 << 20), words
+        assert (stream["name"], stream["max_row"]) == ("plain", 1 << 20), words
     assert run("tubes", "list", "--json") == []
 
 
@@ -575,7 +575,8 @@ def test_a_look_that_fails_ends_with_the_status_of_its_failure(words: str, capsy
 
 
 @pytest.mark.bare_database
-def test_disabling_what_was_never_installed_is_done(run: Run) -> None:
+def test_disabling_what_was_never_installed_is_done(run: Run, database_url: str) -> None:
+    install(database_url)
     assert "there was no stream caches" in run("caches", "disable")
     assert "presence was not enabled" in run("presence", "disable", "--yes")
 

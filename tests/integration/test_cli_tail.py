@@ -72,6 +72,7 @@ def serving(start: Start, folder: Path, *words: str) -> Iterator[tuple[str, subp
     daemon.wait(PATIENCE)
 
 
+@pytest.mark.long
 def test_tail_misses_and_repeats_nothing_when_the_daemon_is_killed_and_comes_back(
     start: Start, database_url: str, tmp_path: Path
 ) -> None:

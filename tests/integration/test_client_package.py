@@ -92,6 +92,7 @@ def test_each_file_is_in_one_of_the_two_wheels(wheels: dict[str, Path]) -> None:
     assert wheels["replicad_client"].stat().st_size < MOST
 
 
+@pytest.mark.long
 def test_the_sdists_have_every_file_of_the_wheels(wheels: dict[str, Path], tmp_path: Path) -> None:
     """`python -m build` makes the wheels of the sdists, so a file that an sdist lacks is in neither."""
     for source, name in ((CLIENT, "replicad_client"), (ROOT, "replicad")):
@@ -136,6 +137,7 @@ def empty_python(wheels: dict[str, Path], tmp_path: Path) -> Path:
     return python
 
 
+@pytest.mark.long
 async def test_an_empty_environment_with_the_client_follows_a_stream_and_works_a_tube(
     events: Database, queue: Database, daemon: Daemon, empty_python: Path, tmp_path: Path
 ) -> None:

@@ -11,8 +11,13 @@ import pytest
 from tests.conftest import PATIENCE
 
 DOCS = Path(__file__).parents[2] / "docs"
+LONG = {"orders_copy", "presence", "redis_follower"}  # and all with Spark
 EXAMPLES = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.long] if "replicad.spark" in path.read_text("utf-8") else [])
+    pytest.param(
+        path,
+        id=path.stem,
+        marks=[pytest.mark.long] if path.stem in LONG or "replicad.spark" in path.read_text("utf-8") else [],
+    )
     for path in sorted((DOCS / "examples").glob("*.py"))
 ]
 SMALLER = {"lag": ["--rows", "20000", "--seconds", "3"]}

@@ -286,6 +286,7 @@ async def test_of_two_processes_one_is_refused_and_the_history_is_whole(
     check(database_url, target)
 
 
+@pytest.mark.long
 async def test_a_process_that_is_killed_goes_on_where_it_was(
     database: Database, database_url: str, orders: Daemon, target: str
 ) -> None:
@@ -373,7 +374,7 @@ def test_rows_without_unchanged_columns_and_values_that_cannot_be_held(tmp_path:
     assert len(held(target)) == 2
 
 
-@pytest.mark.parametrize("kind", ["postgres", "delta"])
+@pytest.mark.parametrize("kind", first(1, ["delta", "postgres"]))
 def test_a_batch_of_long_rows_is_bounded_in_bytes(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -472,6 +472,7 @@ def until_it_answers(ask: Callable[[], httpx.Response]) -> httpx.Response:
             time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed: apt install nginx")
 def test_a_logged_in_browser_reads_live_rows_through_nginx(world: World, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
@@ -506,6 +507,7 @@ def test_a_logged_in_browser_reads_live_rows_through_nginx(world: World, tmp_pat
         assert browser.get("/status").status_code != 200
 
 
+@pytest.mark.long
 def test_a_receiver_of_webhooks_takes_each_fact_once(world: World, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     page = "howto/webhooks.md"

@@ -283,6 +283,7 @@ async def test_a_stopped_postgres_makes_the_daemon_unready_and_its_return_ready(
         await ask_until(daemon.http, "/metrics", lambda one: one.value("replicad_database_outage_seconds") == 0)
 
 
+@pytest.mark.long
 async def test_a_scrape_is_answered_in_time_while_postgres_hangs(
     own_postgres: EmbeddedPostgres, settings: ServerSettings
 ) -> None:

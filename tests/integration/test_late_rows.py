@@ -212,6 +212,7 @@ async def test_rows_that_are_inserted_in_bulk_far_below_the_position_are_found(d
     assert f"{rows:,} rows turned up" in events.said
 
 
+@pytest.mark.long
 async def test_more_rows_than_can_be_named_are_found_far_below_the_position(database: Database) -> None:
     events = await watch(database, "CREATE TABLE events (id bigserial, body text); CREATE INDEX ON events (id)")
     await database.execute(GAP)

@@ -52,6 +52,7 @@ async def test_a_follower_of_one_stream_is_told_which_row_and_gets_the_rest_when
     assert delays[:3] == [0.5, 1.0, 2.0], "no busy loop"
 
 
+@pytest.mark.long
 async def test_where_several_streams_are_followed_the_others_go_on_without_a_new_connection(
     risky: Database, daemon: Daemon
 ) -> None:

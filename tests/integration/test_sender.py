@@ -25,6 +25,7 @@ from replicad.streams.registry import Registry
 from replicad.streams.serving.intervals import StreamIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
+from tests.lengths import first
 from tests.roles import as_daemon
 
 from ..federation_receiver import Receiver, Reply
@@ -141,16 +142,17 @@ async def test_what_is_written_while_no_sender_runs_is_delivered_by_the_next(
     facts: Database, receiver: Receiver, start_sender: StartSender
 ) -> None:
     await write(facts, "facts", fact(0, "a"))
-    for first in (1, 4, 7):
+    for number in (1, 4, 7):
         async with start_sender():  # the first begins `now`: fact 0 was before
-            await write(facts, "facts", fact(first, "a"))
-            await receiver.expect(lambda first=first: first in numbers(receiver, "a"))
-        await write(facts, "facts", fact(first + 1, "a"), fact(first + 2, "a"))
+            await write(facts, "facts", fact(number, "a"))
+            await receiver.expect(lambda number=number: number in numbers(receiver, "a"))
+        await write(facts, "facts", fact(number + 1, "a"), fact(number + 2, "a"))
     async with start_sender():
         await receiver.expect(lambda: len(numbers(receiver, "a")) == 9)
     assert numbers(receiver, "a") == list(range(1, 10))
 
 
+@pytest.mark.long
 async def test_a_new_destination_that_was_never_tried_before_a_kill_is_not_forgotten(
     facts: Database, receiver: Receiver, start_sender: StartSender
 ) -> None:
@@ -169,6 +171,7 @@ async def test_a_new_destination_that_was_never_tried_before_a_kill_is_not_forgo
         await receiver.expect(lambda: numbers(receiver, "new") == [2] and len(receiver.updates("newer")) == 1)
 
 
+@pytest.mark.long
 async def test_what_was_taken_is_not_delivered_again_where_the_stream_is_read_again(
     facts: Database, receiver: Receiver, start_sender: StartSender
 ) -> None:
@@ -493,7 +496,7 @@ async def test_ids_that_went_back_are_delivered_under_their_new_meaning(
         await expect_soon(acknowledged)
 
 
-@pytest.mark.parametrize("more", [0, 30])
+@pytest.mark.parametrize("more", first(1, [30, 0]))
 async def test_ids_that_were_given_out_again_while_no_sender_ran_are_delivered_under_their_new_meaning(
     facts: Database, receiver: Receiver, start_sender: StartSender, more: int
 ) -> None:

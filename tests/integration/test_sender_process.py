@@ -211,7 +211,7 @@ async def test_sigterm_lets_what_is_under_way_end_and_the_secret_of_the_file_is_
     ("changes", "status", "said"),
     [
         ({"facts": "nonsense"}, 6, "nonsense"),
-        ({"server": "127.0.0.1:1"}, 4, "no connection to 127.0.0.1:1"),
+        pytest.param({"server": "127.0.0.1:1"}, 4, "no connection to 127.0.0.1:1", marks=pytest.mark.long),
         ({"database": "postgresql://127.0.0.1:1/x"}, 4, "127.0.0.1:1"),
     ],
     ids=["facts", "server", "database"],

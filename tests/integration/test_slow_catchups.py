@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import pytest
 import trio
 
 from replicad.postgres.bridge import Database
@@ -128,6 +129,7 @@ async def pods(nc: Netcat, term: str) -> list[str]:
     return [line for line in await nc.until("CURSOR .*") if line.startswith("RDATA")]
 
 
+@pytest.mark.long
 async def test_clients_that_come_back_with_one_token_make_postgres_read_each_row_about_once(
     database: Database, start_daemon: Start
 ) -> None:
@@ -150,6 +152,7 @@ async def test_clients_that_come_back_with_one_token_make_postgres_read_each_row
         assert ROWS - 3 <= read <= 1.2 * ROWS
 
 
+@pytest.mark.long
 async def test_a_burst_that_waits_for_a_slow_reader_holds_no_snapshot_and_lets_others_come_back(
     database: Database, start_daemon: Start
 ) -> None:

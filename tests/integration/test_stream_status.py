@@ -120,6 +120,7 @@ async def test_locked_tables_make_no_list_hang_and_their_holder_is_named(
         assert {row["name"]: row["state"] for row in rows} == dict.fromkeys([*names, "late"], "ok")
 
 
+@pytest.mark.long
 async def test_copies_that_wait_for_locked_tables_keep_nothing_else_waiting(
     db: Database, database_url: str, daemon: Daemon, netcat: Connect
 ) -> None:

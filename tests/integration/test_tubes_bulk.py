@@ -25,6 +25,7 @@ from replicad.tubes.commands import Part
 from replicad.tubes.serving.waiting import TubeIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
+from tests.lengths import examples
 
 from .conftest import Connect
 
@@ -75,8 +76,8 @@ async def test_pods_are_the_same_in_lines_and_in_blocks(database: Database, daem
     client = connect(daemon, "reader")
     term = (await trio.to_thread.run_sync(lambda: client.claim("t", ALL, ttl=60))).term
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(pods, min_size=1, max_size=60))
+    @settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(pods, min_size=1, max_size=30))
     def check(found: list[tuple[Any, ...]]) -> None:
         sql = "INSERT INTO tube.t (op, shard, ids, payload, ts) VALUES ($1, $2, $3, $4::jsonb, $5)"
         for pod in found:

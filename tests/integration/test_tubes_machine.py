@@ -41,7 +41,7 @@ TTL = 0.5  # seconds; short, so that a machine of some dozen steps sees take-ove
 SURE = 0.8 * TTL  # a request renews only when a fifth of the time to live has passed since the last renewal
 WORKERS = 3
 SHARDS = 4
-EXAMPLES = int(os.environ.get("REPLICAD_MACHINE_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("REPLICAD_MACHINE_EXAMPLES", "2"))
 
 T = TypeVar("T")
 

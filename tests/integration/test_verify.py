@@ -149,6 +149,7 @@ async def test_a_row_that_is_on_its_way_does_not_differ(shop: Shop) -> None:
     assert sum(one.in_flight for one in verify(shop.config, wait=0)) == 0
 
 
+@pytest.mark.long
 async def test_nothing_differs_while_a_backfill_is_under_way(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "_BUSY", "SELECT 1::bigint /* {schema} {tube} */")
     psql(shop.source, UNSEEN + "DELETE FROM customer WHERE id = 3")
@@ -157,6 +158,7 @@ async def test_nothing_differs_while_a_backfill_is_under_way(shop: Shop, monkeyp
     assert summary(report).endswith("1 in flight (a backfill is under way), the others equal")
 
 
+@pytest.mark.long
 async def test_what_waits_in_a_backlog_is_in_flight(shop: Shop) -> None:
     psql(
         shop.source,
@@ -172,6 +174,7 @@ async def test_what_waits_in_a_backlog_is_in_flight(shop: Shop) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.long
 async def test_a_table_that_the_source_has_no_more_is_seen_in_every_downstream(shop: Shop, indexes: Indexes) -> None:
     config = replace(shop.config, downstreams={**shop.config.downstreams, "search": indexes.maker})
     psql(shop.source, "SELECT tube.tube_backfill_request('shop', NULL, 0, 2147483647)")
@@ -186,6 +189,7 @@ async def test_a_table_that_the_source_has_no_more_is_seen_in_every_downstream(s
         raise_if_different(reports)
 
 
+@pytest.mark.long
 async def test_documents_of_an_index_are_compared_and_repaired(shop: Shop, indexes: Indexes) -> None:
     psql(
         shop.source,
@@ -330,6 +334,7 @@ async def test_a_class_is_compared_by_its_two_methods(cities: LocalConfig, tmp_p
         verify(narrow)
 
 
+@pytest.mark.long
 async def test_a_class_that_cannot_be_read_back_is_not_called_equal(cities: LocalConfig, tmp_path: Path) -> None:
     await carry_all(cities)
     kept = maker(CustomSink(Kept(str(tmp_path / "own"))))
@@ -343,6 +348,7 @@ async def test_a_class_that_cannot_be_read_back_is_not_called_equal(cities: Loca
         raise_if_different(reports)
 
 
+@pytest.mark.long
 async def test_rows_are_compared_after_the_transform(cities: LocalConfig) -> None:
     """The rows that the transform leaves out may not be there, and what it makes of the others must."""
     await carry_all(cities)
@@ -360,6 +366,7 @@ async def test_rows_are_compared_after_the_transform(cities: LocalConfig) -> Non
         assert one.different == {11: ("name",), 12: ("name",)}
 
 
+@pytest.mark.long
 async def test_the_result_of_a_transform_is_bounded(cities: LocalConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that become long are transformed and compared in smaller pages, and none is left out."""
     monkeypatch.setattr(comparing, "PIECE", 400_000)
@@ -385,6 +392,7 @@ async def test_the_result_of_a_transform_is_bounded(cities: LocalConfig, monkeyp
     assert len(pages) >= 10
 
 
+@pytest.mark.long
 async def test_pages_end_at_a_bound_in_bytes(cities: LocalConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "PIECE", 3 << 20)
     cities = replace(cities, downstreams={name: cities.downstreams[name] for name in ("copy", "changes")})
@@ -405,6 +413,7 @@ async def test_pages_end_at_a_bound_in_bytes(cities: LocalConfig, monkeypatch: p
     assert 3 << 20 < most < 24 << 20  # the driver reads 16 MiB at once
 
 
+@pytest.mark.long
 async def test_a_row_that_does_not_pass_the_predicate_may_be_missing(shop: Shop) -> None:
     psql(
         shop.source,
@@ -417,6 +426,7 @@ async def test_a_row_that_does_not_pass_the_predicate_may_be_missing(shop: Shop)
     assert not any(one.extra or one.different for one in reports)
 
 
+@pytest.mark.long
 async def test_a_sample_leaves_pages_out(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "PAGE", 10)
     config = replace(shop.config, downstreams={"copy": shop.config.downstreams["copy"]})

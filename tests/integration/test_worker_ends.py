@@ -69,6 +69,7 @@ async def test_an_id_that_ends_the_process_is_parked_after_a_few_workers_and_all
     assert "2 processes of workers have ended" in parked[0]["error"]
 
 
+@pytest.mark.long
 async def test_a_control_pod_that_ends_the_process_is_parked(queue: Database, daemon: Daemon) -> None:
     await queue.execute("SELECT tube.queue_touch(0, '{1,2,3}', 'T')")
     await queue.execute("SELECT tube.queue_touch(0, '{}', 'T', '{\"mine\": 1}')")

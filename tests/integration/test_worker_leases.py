@@ -112,6 +112,7 @@ async def test_a_call_that_was_cut_off_is_not_repeated_before_its_lease_has_expi
     assert cut_off[0] < began[0] + 3.0 <= began[1] + 0.2, "the lease lasts 3 s, from a moment before the first call"
 
 
+@pytest.mark.long
 async def test_many_partitions_with_short_leases_are_drained_over_few_connections(
     queue: Database, open_worker_client: OpenClient, daemon: Daemon
 ) -> None:

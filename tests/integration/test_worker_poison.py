@@ -62,6 +62,7 @@ async def test_good_ids_behind_three_hundred_poison_ids_are_processed_and_the_po
     assert len(rows) < 300 or size == 1, "ids of one pod are parked together, each with its error"
 
 
+@pytest.mark.long
 async def test_good_ids_are_processed_at_a_hundred_in_a_second_beside_nine_times_as_many_poison_ids(
     queue: Database, open_worker_client: OpenClient
 ) -> None:
@@ -150,6 +151,7 @@ async def test_live_ids_are_processed_while_all_calls_of_a_backfill_last(
     assert began == 3
 
 
+@pytest.mark.long
 async def test_the_partitions_of_a_worker_share_one_memory(
     queue: Database, open_worker_client: OpenClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

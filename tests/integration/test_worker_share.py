@@ -130,6 +130,7 @@ async def test_partitions_are_divided_among_workers_that_come_and_go(
         await until_held(queue, 5, 5)
 
 
+@pytest.mark.long
 async def test_workers_join_and_leave_in_masses_and_some_of_them_get_no_partition(
     queue: Database, open_worker_client: OpenClient
 ) -> None:

@@ -194,6 +194,7 @@ def test_a_running_pipeline_ends_when_it_is_told_to_and_names_what_ended_it(
     assert len(told) > 2
 
 
+@pytest.mark.long
 def test_a_column_that_is_dropped_everywhere_ends_the_pipeline_with_a_sentence_and_acks_nothing(
     spark: SparkSession, cities: Cities, tmp_path: Path
 ) -> None:

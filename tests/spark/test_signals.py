@@ -90,6 +90,7 @@ def start(cities: Cities, tmp_path: Path) -> Iterator[Callable[[str], subprocess
             one.stdout.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_batch_in_hand_is_finished_before_a_pipeline_ends_by_a_signal_to_its_group(
     start: Callable[[str], subprocess.Popen[str]], cities: Cities, tmp_path: Path

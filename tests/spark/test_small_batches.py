@@ -101,7 +101,7 @@ def test_a_small_batch_and_its_garbage_start_no_job_and_a_larger_one_does(
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize(("first", "again"), [(1000, 0), (0, 1000)])
+@pytest.mark.parametrize(("first", "again"), [(0, 1000), pytest.param(1000, 0, marks=pytest.mark.long)])
 def test_a_batch_that_comes_again_is_recognised_by_the_driver_and_by_tasks(
     spark: SparkSession, cities: Cities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, again: int
 ) -> None:

@@ -17,6 +17,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.postgres.literals import quote_literal
 from replicad.postgres.schema_text import Roles, script
+from tests.lengths import LONG
 from tests.roles import DAEMON, as_role
 
 pytestmark = pytest.mark.bare_database
@@ -38,7 +39,7 @@ PUBLIC = {
     "replicad.stream_skip", "replicad.stream_writer", "replicad.writer_member",
     "replicad.writer_sharding", "replicad.writer_slot",
 }  # fmt: skip
-ROUNDS = 8  # calls of each function, with other arguments each
+ROUNDS = 8 if LONG else 3  # calls of each function, with other arguments each
 NO_RELATION = "could not open relation with OID"  # Postgres itself, to whoever looks at the last value of no sequence
 INSIDE = ("XX", "08", "53", "54", "57", "58", "P0001", "P0004", "40")  # SQLSTATEs of failures, and not of refusals
 TEXTS = ("events", "facts", "a", "", "\x01\x1b[2J\r\n", "x" * 70_000, "'; DROP TABLE replicad.stream; --", "%s%I$1\\")

@@ -122,9 +122,11 @@ settings.load_profile("suite")
 
 
 @pytest.hookimpl(optionalhook=True)  # tests run without pytest-xdist too
-def pytest_xdist_auto_num_workers() -> int:
-    """How many processes `-n auto` means."""
-    return min(16, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes `-n auto` means: tests of the unit calculate, the others wait more than that."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    units = config.args and all("tests/unit" in argument for argument in config.args)
+    return min(16, cores if units else 2 * cores)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

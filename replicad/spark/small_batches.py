@@ -27,7 +27,7 @@ from replicad.spark.options import SourceOptions
 from replicad.spark.touches import Touches, collect
 from replicad.spark.tubes import TubePartition, read_range
 
-MOST_IDS = 10_000  # of a batch; one thread writes so many before a Spark job has begun
+MOST_IDS = 10_000  # of a batch: 0.3 s here, 0.75 s by a job on two processors (at 60,000 they are alike), less on more
 MOST_BYTES = 16 << 20  # of its rows in memory; a cluster writes more of them beside each other
 PATIENCE = 1.0  # seconds for a database that is away; then a Spark job waits for it
 

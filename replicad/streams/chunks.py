@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from replicad.errors import DatabaseError, RowTooLong
 
 CHUNK: Final = 128 * 1024  # bytes; sending more at once gained nothing (measured)
 MAX_ROW: Final = 64 << 20  # bytes of a line without its newline, the default bound: clients accept no more
+SEPARATOR: Final = b"\x01"  # ends a line in a block: JSON text and our lines never contain it
 HEAD: Final = 4096  # bytes in which the words before the JSON end: two names of 200 characters and a token
 
 
@@ -19,16 +20,20 @@ class Enough(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole lines of one stream; `instance` and `token` of the last line. `token` is None if it ends within a batch."""
+    """Whole lines of one stream; `instance` and `token` of the last line. `token` is None if it ends within a batch.
+
+    `counted`: the number of lines where it is known. To count them takes as long as Postgres takes for a third of them.
+    """
 
     data: bytes
     instance: str
     token: int | None
+    counted: int | None = field(default=None, compare=False)
 
     @property
     def rows(self) -> int:
         """The number of lines."""
-        return self.data.count(b"\n")
+        return self.data.count(b"\n") if self.counted is None else self.counted
 
 
 class LineCutter:
@@ -103,7 +108,7 @@ class LineCutter:
         self._length = self._unfinished = 0
         start = data.rfind(b"\n", 0, len(data) - 1) + 1
         head = data[start : start + HEAD]
-        return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head))
+        return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head), data.count(b"\n"))
 
     def _check(self, data: bytes) -> None:
         start = 0
@@ -125,11 +130,31 @@ def line_token(head: bytes) -> int | None:
     return None if token == b"batch" else int(token)
 
 
-def chunk_of(data: bytes) -> Chunk:
-    """The chunk with these whole lines."""
+def chunk_of(data: bytes, rows: int | None = None) -> Chunk:
+    """The chunk with these whole lines; `rows`: their number, where it is known."""
     start = data.rfind(b"\n", 0, len(data) - 1) + 1
     head = data[start : start + HEAD]
-    return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head))
+    return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head), rows)
+
+
+def divided(chunk: Chunk) -> list[Chunk]:
+    """The same lines in chunks of about CHUNK bytes, if they are more than two of these."""
+    if len(chunk.data) <= 2 * CHUNK:
+        return [chunk]
+    cutter = LineCutter()
+    return [*cutter.feed(chunk.data), *cutter.finish()]
+
+
+def lines_of_block(block: bytes) -> tuple[int, bytes]:
+    """The rows of a block and their lines (`RowText.blocks_sql`).
+
+    Each line ends with SEPARATOR there. An end of line is within JSON; it becomes a blank, as in the lines of a COPY.
+    """
+    rows, _, lines = block.partition(b"\n")
+    for end in (b"\n", b"\r"):
+        if end in lines:
+            lines = lines.replace(end, b" ")
+    return int(rows), lines.replace(SEPARATOR, b"\n")
 
 
 def no_longer(data: bytes, most: int) -> bool:

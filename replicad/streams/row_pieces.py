@@ -10,13 +10,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicad.errors import DatabaseError, RowTooLong
-from replicad.streams.chunks import HEAD, Chunk, Enough, chunk_of, joined, line_token, whole_ids
+from replicad.streams.chunks import CHUNK, HEAD, Chunk, Enough, chunk_of, divided, joined, line_token, whole_ids
 from replicad.streams.row_text import Range
-from replicad.streams.table_rows import TableRows
+from replicad.streams.rows import ChunkSink
+from replicad.streams.table_rows import TableRows, is_of_a_row
 
 OVERSHOOT = 2  # a COPY is cancelled when it exceeds the wanted size by this factor; usually its limit of rows ends it
 BLOCKS_TIME = 5.0  # seconds to read a piece in blocks; it takes a hundredth, unless rows have become gigantic
 GROWTH = 8  # the next try has so many times the size when not even one complete id had room
+FIRST_ROW = 256.0  # bytes of a row, until the first rows were read
+DENSE = 4.0  # ids for each row, up to which they are read in blocks
+SMALL_ROW = 16 << 10  # bytes of a row, up to which several are read as one block
+HELD = 16 << 20  # bytes that Postgres holds at most for a block, if suddenly all of its lines are as long as it allows
+READER_HELD = 64 << 20  # the same for the blocks of a piece: a reader (AsOwner) holds up to 50 of them
+ROW_BY_ROW = 16  # reads that are made row by row when blocks have failed, before they are tried again
+SAMPLE = 4096  # ids that are read row by row before a large range is: they tell how large rows are
+MANY = 2 * SAMPLE  # ids from which blocks are worth a sample
+RANGE = 1024  # blocks of one statement: a range where suddenly no id has a row costs some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +164,91 @@ class Blocks:
     ids: int
     step: int
     max_line: int
+
+
+class RowSizes:
+    """The known size of a stream's rows, and how dense their ids are. They decide whether rows are read in blocks."""
+
+    __slots__ = ("_row_by_row", "ids_per_row", "row_bytes")
+
+    def __init__(self) -> None:
+        self.row_bytes = FIRST_ROW
+        self.ids_per_row = 1.0
+        self._row_by_row = 1  # so many more reads are made row by row before blocks are: the first one tells the sizes
+
+    def learn(self, rows: int, size: int, ids: int | None, *, failed: bool = False) -> None:
+        """Take the sizes from a read of `rows` rows and `size` bytes in `ids` ids (None: unknown). `failed`: it could
+        not be read in blocks.
+        """
+        self.learn_bytes(rows, size)
+        if ids is not None:
+            self.ids_per_row = ids / max(1, rows)
+        self._row_by_row = ROW_BY_ROW if failed else max(0, self._row_by_row - 1)
+
+    def learn_bytes(self, rows: int, size: int) -> None:
+        """Take only the size of a row."""
+        if rows:
+            self.row_bytes = max(1.0, size / rows)
+
+    def blocks(self, rows: float, size: int, *, by_reader: bool = False) -> Blocks | None:
+        """How so many rows are read in blocks of `size` bytes; None if they are read row by row.
+
+        `by_reader`: a reader reads them.
+        """
+        if self._row_by_row or self.ids_per_row > DENSE or self.row_bytes > SMALL_ROW:
+            return None
+        if rows * self.row_bytes < 2 * size:
+            return None
+        step = max(1, int(size / self.row_bytes * self.ids_per_row))
+        ids = max(1, int(rows * self.ids_per_row))
+        return Blocks(ids, step, READER_HELD // ids if by_reader else HELD // step)
+
+
+async def copy_all(rows: TableRows, sizes: RowSizes, after: int, upto: int, sink: ChunkSink) -> int:
+    """Send the rows of (after, upto] of all writers in chunks; returns how many. In blocks, if most ids have rows.
+
+    For at least MANY ids, of rows that `sends_blocks`. If blocks fail, it goes on row by row: so what is raised is what
+    `RowSource.copy_range` raises.
+    """
+    total, end = 0, after + SAMPLE
+    while True:
+        sent = _Sent(sink)
+        blocks = sizes.blocks((upto - after) / max(1.0, sizes.ids_per_row), CHUNK)
+        failed = False
+        if blocks is None:
+            await rows.copy_range(after, end, sent.pass_on)
+        else:
+            end = min(upto, after + RANGE * blocks.step)
+            try:
+                await rows.copy_blocks(after, end, sent.pass_on, step=blocks.step, max_line=blocks.max_line)
+            except (DatabaseError, RowTooLong) as error:
+                if not is_of_a_row(error):
+                    raise
+                failed, end = True, sent.upto or after
+        total += sent.rows
+        if failed or end - after >= SAMPLE:
+            sizes.learn(sent.rows, sent.size, None if failed else end - after, failed=failed)
+        if end >= upto:
+            return total
+        after, end = end, upto
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What was sent to a sink: rows, bytes, and the last id."""
+
+    sink: ChunkSink
+    rows: int = 0
+    size: int = 0
+    upto: int | None = None
+
+    async def pass_on(self, chunk: Chunk) -> None:
+        """Send a chunk; a block whose rows are suddenly longer becomes several."""
+        for part in divided(chunk):
+            await self.sink(part)
+            self.rows += part.rows
+            self.size += len(part.data)
+            self.upto = part.token
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,11 +113,13 @@ class RowText:
     def blocks_sql(self, after: int, upto: int, step: int, max_line: int) -> str:
         """The query for the rows of (after, upto] of all writers, ascending by id, in blocks of `step` ids.
 
-        A block is the number of its rows, and on the lines after it their lines. Lines of more than `max_line` bytes
-        may be cut off. Only if ids are unique.
+        A block is the number of its rows, an end of line, and their lines (`chunks.lines_of_block`). Lines of more than
+        `max_line` bytes may be cut off. Only if ids are unique.
         """
         assert self.unique_ids
-        return self._filled("rows_blocks", after, upto, max_line=max_line, step=int(step))
+        return self._filled(
+            "rows_blocks", after, upto, max_line=max_line, row=self._row(one_line=False), step=int(step)
+        )
 
     def _lines(self, after: int | str, upto: int | str, writers: str, limit: int | None) -> str:
         """The query; a bound that is no number is an expression, and no id is left out then."""
@@ -129,13 +131,15 @@ class RowText:
         after: int | str,
         upto: int | str,
         writers: str = "true",
+        *,
         max_line: int | None = None,
+        row: str | None = None,
         **others: object,
     ) -> str:
         return load_sql(name).format(
             head=self._head(),
             token=self._token(),
-            row=self._row(),
+            row=row or self._row(),
             table=self.table,
             id=quote_ident(self.id_column),
             after=after,
@@ -203,17 +207,15 @@ class RowText:
             same += f" AND lead({self._instance()}) {line} = {self._instance()}"
         return f"CASE WHEN {same} THEN 'batch' ELSE {column}::text END"
 
-    def _row(self) -> str:
-        """The row as JSON on one line. Values of type json may contain newlines, which are replaced."""
-        if self.row is None:
-            return r"replace(replace(row_to_json(t.*)::text, E'\n', ' '), E'\r', ' ')"
+    def _row(self, *, one_line: bool = True) -> str:
+        """The row as JSON. Values of type json may contain ends of lines, which are replaced for `one_line`."""
         # The newline ends a comment at the end of the expression.
-        text = f"({self.row}\n)::text"
-        if self.row_type == "text":
+        text = "row_to_json(t.*)::text" if self.row is None else f"({self.row}\n)::text"
+        if self.row is not None and self.row_type == "text":
             text = f"{quote_ident(self.schema)}.stream_json({text})"
-        if self.row_type != "jsonb":
+        if one_line and (self.row is None or self.row_type != "jsonb"):
             text = rf"replace(replace({text}, E'\n', ' '), E'\r', ' ')"
-        return f"coalesce({text}, 'null')"
+        return text if self.row is None else f"coalesce({text}, 'null')"
 
     def _within(self, ranges: Mapping[str, Range], others: Range | None) -> str:
         column = f"t.{quote_ident(self.id_column)}"

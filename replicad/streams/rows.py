@@ -13,7 +13,7 @@ from typing import Final
 from replicad.errors import DatabaseError, RowTooLong
 from replicad.postgres.owners import AsOwner
 from replicad.postgres.statements import Queries, load_sql
-from replicad.streams.chunks import Chunk, Enough, LineCutter, chunk_of, no_longer, whole_ids
+from replicad.streams.chunks import Chunk, Enough, LineCutter, chunk_of, lines_of_block, no_longer, whole_ids
 from replicad.streams.row_text import MASTER, Range, RowText, is_one
 
 COUNT_LIMIT: Final = 1_000_000  # rows; counting more would take seconds
@@ -104,7 +104,7 @@ class RowSource(RowText):
     ) -> int:
         """Send the lines of `range_sql` to `sink`, one chunk for the rows of `step` ids; returns how many there were.
 
-        Where most ids have rows, and these are small, it takes two thirds of the time of `copy_range`. Only if ids are
+        Where most ids have rows, and these are small, Postgres takes half the time of `copy_range`. Only if ids are
         unique. Postgres holds up to `step` lines of `max_line` bytes.
 
         Raises what `copy_range` raises, but no error says which row is at fault, and RowTooLong for a line of more than
@@ -115,11 +115,11 @@ class RowSource(RowText):
 
         async def take(value: bytes) -> None:
             nonlocal total
-            rows, _, lines = value.partition(b"\n")
+            rows, lines = lines_of_block(value)
             if not no_longer(lines, most):
                 raise RowTooLong(f"a line has more than {most} bytes")
-            total += int(rows)
-            await sink(chunk_of(lines))
+            total += rows
+            await sink(chunk_of(lines, rows))
 
         query = self.blocks_sql(after, upto, step, max_line)
         if self.reader is None:

@@ -46,6 +46,11 @@ class TableRows:
         """Whether no two rows have the same id."""
         return self.source.unique_ids
 
+    @property
+    def sends_blocks(self) -> bool:
+        """Whether `copy_blocks` sends each block as it comes: ids are unique, and no reader gathers them."""
+        return self.source.unique_ids and self.source.reader is None
+
     async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int:
         """`RowSource.copy_range`."""
         return await self.source.copy_range(self.db, after, upto, sink, limit=limit)

@@ -15,8 +15,10 @@ from replicad.protocol.words import Side
 from replicad.streams.chunks import CHUNK, Chunk, chunk_of
 from replicad.streams.commands import Rdata
 from replicad.streams.registry import Registry, row_source
+from replicad.streams.row_pieces import RowSizes, copy_all
 from replicad.streams.row_text import wire_instance
 from replicad.streams.rows import RowSource
+from replicad.streams.table_rows import TableRows
 from tests.vocabulary import parse
 
 NASTY = [
@@ -224,6 +226,56 @@ async def test_long_ranges_come_in_chunks_and_a_sink_that_fails_ends_the_reading
     with pytest.raises(ConnectionResetError):
         await source.copy_range(db, 0, 50000, fail)
     assert await source.copy_range(db, 49_999, 50_000, keep) == 1
+
+
+async def test_many_rows_come_in_blocks_with_the_same_bytes_up_to_the_row_that_fails(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await db.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body json, n int NOT NULL DEFAULT 1)")
+    await db.execute(
+        "INSERT INTO events SELECT n, (CASE n % 1000 WHEN 0 THEN E'[\\n1,\\r\\n2]' ELSE '[\"0123456789012345678901\"]'"
+        " END)::json FROM generate_series(1, 40000) n;"
+        "INSERT INTO events SELECT n + 10000000, '1' FROM generate_series(1, 20) n;"
+        "UPDATE events SET body = to_json(repeat('x', 400000)) WHERE id = 30000"
+    )
+    row = "CASE WHEN 1 / t.n > 0 THEN t.body END"
+    source = row_source((await Registry(db).add("events", "events", "id", row=row)).stream)
+    rows, blocks = TableRows(source, db, db), list[bytes]()
+    read = RowSource.copy_blocks
+
+    async def copy_blocks(self: RowSource, db: Any, after: int, upto: int, sink: Any, *rest: Any, **named: Any) -> int:
+        async def note(chunk: Chunk) -> None:
+            blocks.append(chunk.data)
+            await sink(chunk)
+
+        return await read(self, db, after, upto, note, *rest, **named)
+
+    monkeypatch.setattr(RowSource, "copy_blocks", copy_blocks)
+
+    async def found(copy: Any) -> bytes:
+        chunks: list[Chunk] = []
+
+        async def keep(chunk: Chunk) -> None:
+            assert chunk.rows == chunk.data.count(b"\n")
+            chunks.append(chunk)
+
+        try:
+            assert await copy(keep) == sum(chunk.rows for chunk in chunks)
+        except DatabaseError:
+            chunks.append(chunk_of(b"RDATA events failed 0 \n"))
+        return b"".join(chunk.data for chunk in chunks)
+
+    expected = await found(lambda sink: rows.copy_range(0, 20_000_000, sink))
+    assert len(expected.splitlines()) == 40_020
+    assert await found(lambda sink: copy_all(rows, RowSizes(), 0, 20_000_000, sink)) == expected
+    assert 0 < len(b"".join(blocks).splitlines()) < 30_000, "a line that is too long for a block ends the blocks"
+    await db.execute("UPDATE events SET n = 0 WHERE id = 25000")
+    blocks.clear()
+    *sent, last = (await found(lambda sink: copy_all(rows, RowSizes(), 0, 20_000_000, sink))).splitlines()
+    assert last == b"RDATA events failed 0 "
+    assert 4096 < len(sent) < 25_000
+    assert sent == expected.splitlines()[: len(sent)]
+    assert blocks
 
 
 async def test_a_row_whose_expression_fails_is_an_error_and_not_a_gap(db: Database) -> None:

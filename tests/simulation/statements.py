@@ -742,7 +742,7 @@ class Backend:
                 self._line(entry, row.writer, row.id, row.body) for row in table.between(low, min(upto, low + step))
             ]
             if lines:
-                found.append("\n".join([str(len(lines)), *lines, ""]))
+                found.append(f"{len(lines)}\n" + "".join(f"{line}\x01" for line in lines))
         return found
 
     def _same(self, table: Table, sql: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
+from unittest.mock import patch
 
 import trio
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
 from replicad.streams import row_pieces
 from replicad.streams.chunks import Chunk, LineCutter, chunk_of, no_longer
-from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, between, segments
+from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, RowSizes, Segment, between, copy_all, segments
 from replicad.streams.row_text import Range
 from replicad.streams.rows import ChunkSink
 from replicad.streams.table_rows import TableRows
@@ -56,7 +57,9 @@ class Table:
     bad: int | None = None
     unique_ids: bool = False
     names_writers: bool = True
+    sends_blocks: bool = True
     reads: int = 0
+    blocks: int = 0
 
     async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int:
         return await self._copy([row for row in self.rows if after < row[0] <= upto], sink, limit)
@@ -94,6 +97,7 @@ class Table:
             if not no_longer(block, max_line):
                 raise RowTooLong("a line is too long for a block")
             if block:
+                self.blocks += 1
                 await sink(chunk_of(block))
             count += len(chosen)
         return count
@@ -248,3 +252,59 @@ def test_a_chunk_that_is_wanted_whole_is_not_copied() -> None:
     assert part is not None
     assert part.data == b"RDATA s a 2 1\n"
     assert between(chunk, 2, 9) is None
+
+
+LINE = len(lines([(1, "a")])[0])
+
+
+@given(
+    st.sets(st.one_of(st.integers(1, 60), st.integers(1, 2000))),
+    st.one_of(st.none(), st.integers(1, 60)),
+    st.integers(2, 5).map(lambda rows: rows * LINE),
+    st.integers(1, 5),
+    st.integers(0, 20),
+)
+def test_many_rows_are_sent_once_and_in_order_up_to_the_one_that_fails(
+    found: set[int], bad: int | None, chunk: int, sample: int, after: int
+) -> None:
+    rows: list[Row] = [(id, "a") for id in sorted(found)]
+    table = Table(rows, chunk, bad, unique_ids=True)
+    sizes, sent = RowSizes(), list[bytes]()
+
+    async def keep(chunk: Chunk) -> None:
+        sent.append(chunk.data)
+
+    async def copy() -> int:
+        return await copy_all(cast(TableRows, table), sizes, after, 2000, keep)
+
+    for _ in range(2):
+        sent.clear()
+        with patch.multiple(row_pieces, CHUNK=chunk, SAMPLE=sample, RANGE=2):
+            fails = bad in found and bad is not None and bad > after
+            try:
+                assert trio.run(copy) == len([id for id in found if id > after])
+                assert not fails
+            except DatabaseError:
+                assert fails
+        upto = bad - 1 if fails and bad is not None else 2000
+        assert ids(b"".join(sent), rows) == [row for row in rows if after < row[0] <= upto]
+
+
+def test_many_dense_rows_are_sent_in_blocks_and_sparse_ones_row_by_row() -> None:
+    async def copy(table: Table) -> None:
+        await copy_all(cast(TableRows, table), RowSizes(), 0, table.rows[-1][0], pass_over)
+
+    async def pass_over(_: Chunk) -> None:
+        pass
+
+    dense, sparse = (Table([(id, "a") for id in range(gap, 12_000 * gap, gap)], 4096) for gap in (1, 100))
+    with patch.object(row_pieces, "CHUNK", 8192):
+        trio.run(copy, dense)
+        trio.run(copy, sparse)
+    assert 1 < dense.blocks < 40
+    assert sparse.blocks == 0
+    jump = Table([*[(id, "a") for id in range(1, 12_000)], (1 << 60, "a")], 4096)
+    with patch.object(row_pieces, "CHUNK", 8192):
+        trio.run(copy, jump)
+    assert jump.blocks
+    assert jump.reads < 10, "a range without rows is not asked for block by block"

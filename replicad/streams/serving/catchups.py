@@ -21,7 +21,7 @@ from replicad.daemon.cuts import Following
 from replicad.daemon.fairness import Asker, Places
 from replicad.errors import DatabaseError
 from replicad.streams.registry import Stream
-from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, Segment, read_piece
+from replicad.streams.row_pieces import Blocks, Piece, PieceBounds, RowSizes, Segment, read_piece
 
 if TYPE_CHECKING:
     from replicad.streams.serving.copying import Copying
@@ -29,14 +29,8 @@ if TYPE_CHECKING:
 
 OLDEST = 60.0  # seconds after which a piece is read again: rows that came late or were changed are seen then
 UNUSED = 5.0  # seconds after which a piece is dropped that no client uses or is on its way to
-FIRST_ROW = 256.0  # bytes of a row, until the first piece was read
 FIRST_SPAN = 1 << 20  # ids that are looked through for a few writers' rows: some tenths of a second
 LEAST_SPAN = 1 << 16
-DENSE = 4.0  # ids for each row, up to which they are read in blocks
-SMALL_ROW = 16 << 10  # bytes of a row, up to which several are read as one block
-HELD = 16 << 20  # bytes that Postgres holds at most for a block, if suddenly all of its lines are as long as it allows
-READER_HELD = 64 << 20  # the same for the blocks of a piece: a reader (AsOwner) holds up to 50 of them
-ROW_BY_ROW = 16  # pieces that are read row by row when blocks have failed, before they are tried again
 QUICK, SLOW = 0.1, 0.5  # seconds: the span grows after a quick read without enough rows, and shrinks after a slow one
 
 
@@ -108,10 +102,8 @@ class Shelf:
         """`late_rows`: how many were found so far; with each more, pieces may lack a row."""
         self.stream = stream
         self.late_rows = late_rows
-        self.row_bytes = FIRST_ROW
-        self.ids_per_row = 1.0
+        self.sizes = RowSizes()
         self.span = FIRST_SPAN
-        self._row_by_row = 1  # so many more pieces are read before blocks are: the first one tells how large rows are
         self._closed = False
         self._cache = cache
         self._begins: list[int] = []
@@ -146,13 +138,9 @@ class Shelf:
 
     def blocks(self, segment: Segment, rows: int, size: int) -> Blocks | None:
         """How a piece with so many rows is read in blocks of `size` bytes; None if it is read row by row."""
-        if segment.ranges is not None or not self.stream.unique_ids or self._row_by_row:
+        if segment.ranges is not None or not self.stream.unique_ids:
             return None
-        if self.ids_per_row > DENSE or self.row_bytes > SMALL_ROW or rows * self.row_bytes < 2 * size:
-            return None
-        step = max(1, int(size / self.row_bytes * self.ids_per_row))
-        ids = max(1, int(rows * self.ids_per_row))
-        return Blocks(ids, step, HELD // step if self.stream.reader is None else READER_HELD // ids)
+        return self.sizes.blocks(rows, size, by_reader=self.stream.reader is not None)
 
     def put(self, segment: Segment, piece: Piece, now: float) -> None:
         """Keep a piece for others, unless the shelf is closed."""
@@ -172,13 +160,12 @@ class Shelf:
 
     def learn(self, segment: Segment, piece: Piece, seconds: float) -> None:
         """Take the size of rows, and how dense ids are, from a piece that was read in `seconds`."""
-        if piece.rows:
-            self.row_bytes = max(1.0, piece.size / piece.rows)
         if segment.ranges is None:
-            if piece.cut:
-                self.ids_per_row = (piece.upto - piece.after) / max(1, piece.rows)
-            self._row_by_row = ROW_BY_ROW if piece.no_blocks else max(0, self._row_by_row - 1)
-        elif seconds > SLOW:
+            ids = piece.upto - piece.after if piece.cut else None
+            self.sizes.learn(piece.rows, piece.size, ids, failed=piece.no_blocks)
+            return
+        self.sizes.learn_bytes(piece.rows, piece.size)
+        if seconds > SLOW:
             self.span = max(LEAST_SPAN, self.span // 4)
         elif seconds < QUICK and not piece.cut:
             self.span = min(1 << 62, self.span * 4)
@@ -365,9 +352,9 @@ class Catchups:
                 return reading
         if self._nursery is None:
             raise DatabaseError("catching up is not possible at this moment; resume later")
-        row_limit = max(1, int(min(size, self.largest) / shelf.row_bytes))
+        row_limit = max(1, int(min(size, self.largest) / shelf.sizes.row_bytes))
         upto = shelf.end_of_gap(segment, after)
-        claim = min(upto, after + row_limit * shelf.ids_per_row)
+        claim = min(upto, after + row_limit * shelf.sizes.ids_per_row)
         blocks = shelf.blocks(segment, row_limit, self.limits.sizes.block)
         bounds = PieceBounds(row_limit, min(size, self.largest), blocks)
         reading = PieceRead(asker, shelf, segment, after, upto, bounds, claim, waiting=1)

@@ -20,7 +20,8 @@ from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TokenExpir
 from replicad.retry import Backoff
 from replicad.streams.chunks import Chunk, Enough
 from replicad.streams.commands import WRITERS_ON_LINE
-from replicad.streams.row_text import Range
+from replicad.streams.row_pieces import MANY, RowSizes, copy_all
+from replicad.streams.row_text import MASTER, Range, is_one
 from replicad.streams.serving.counts import SentCounts, Tally, spans_of
 from replicad.streams.serving.intervals import StreamIntervals
 from replicad.streams.table_rows import TableRows, is_of_a_row
@@ -44,6 +45,7 @@ class Copier:
 
     def __init__(self, rows: TableRows, *, linear: bool) -> None:
         self.rows = rows
+        self.sizes = RowSizes()
         self.linear = linear
         self.one_writer = linear or not rows.names_writers
 
@@ -58,11 +60,21 @@ class Copier:
         the listed ones; `others_after` replaces their lower bound. Raises what `RowSource.copy_range` raises.
         """
         if self.linear:
-            return await self.rows.copy_range(after[LINEAR], upto[LINEAR], send)
+            span = after[LINEAR], upto[LINEAR]
+            return await (self._copy_many(span, send) if self._is_many(span) else self.rows.copy_range(*span, send))
         ranges, others = self.ranges(after, upto, others_after)
+        one = others if self.rows.names_writers else ranges.get(MASTER)
+        if one is not None and is_one(ranges, one) and self._is_many(one):
+            return await self._copy_many(one, send)
         if any(low < high for low, high in (*ranges.values(), *([others] if others else ()))):
             return await self.rows.copy_vector(ranges, send, others=others)
         return 0
+
+    def _is_many(self, span: Range) -> bool:
+        return span[1] - span[0] >= MANY and self.rows.sends_blocks
+
+    async def _copy_many(self, span: Range, send: Callable[[Chunk], Awaitable[None]]) -> int:
+        return await copy_all(self.rows, self.sizes, *span, send)
 
     async def blame(
         self, after: Positions, upto: Positions, error: Exception, others_after: int | None = None
@@ -331,7 +343,7 @@ class Lane:
             if full and not seen.torn and not await self.channel.wait_room(size, max(0.0, ends_at - now)):
                 raise Enough
             above = lowest if seen.done is None else seen.done
-            await self.channel.append(chunk.data, since=self._seen_since(above))
+            await self.channel.append(chunk.data, since=self._seen_since(above), lines=chunk.rows)
             seen.see(chunk)
 
         def count(upto: Positions) -> None:

@@ -99,6 +99,10 @@ class MemoryRows:
     def unique_ids(self) -> bool:
         return self._stream.unique_ids
 
+    @property
+    def sends_blocks(self) -> bool:
+        return self._stream.unique_ids
+
     async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int:
         return await self._copy(after, lambda id, _: after < id <= upto, sink, limit)
 

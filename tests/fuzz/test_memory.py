@@ -21,6 +21,7 @@ from replicad.streams import commands as stream_commands
 from replicad.tubes import commands as tube_commands
 from tests.fuzz import hostile, live, web
 from tests.fuzz.lying_redis import LyingRedis
+from tests.lengths import LONG
 from tests.strategies import KINDS
 from tests.unit.daemon.conftest import Client, Desk, open_streams, settle
 from tests.unit.daemon.test_tube_service import MemoryBooks, open_tubes
@@ -102,10 +103,13 @@ def test_requests_are_the_same_for_a_seed_and_answers_are_judged() -> None:
         assert web.fault_in(fault) is not None
 
 
+TRIES = 60 if LONG else 25
+
+
 async def test_a_redis_that_lies_is_refused_in_one_way() -> None:
     with closing(LyingRedis(7, lambda: "127.0.0.1:1")) as redis:
         refused = 0
-        for _ in range(60):
+        for _ in range(TRIES):
             try:
                 link = await open_redis(parse_redis(redis.url), name="x", timeout=0.1)
                 await link.call_text("HGET", "key", "address")
@@ -117,5 +121,5 @@ async def test_a_redis_that_lies_is_refused_in_one_way() -> None:
                 refused += 1
             else:
                 await link.aclose()
-        assert 0 < refused < 60
+        assert 0 < refused < TRIES
         assert redis.lies > 0

@@ -19,6 +19,7 @@ from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Connection, Database, open_database
 from tests.conftest import FAST, PATIENCE, psql, server_folder
 from tests.forks.cluster import NamedPostgres
+from tests.lengths import first
 from tests.other_servers import PROGRAMS
 
 LAST = "SELECT coalesce(pg_sequence_last_value('t_id_seq'), 0)"
@@ -44,7 +45,9 @@ INSERTS = (
 )
 
 
-@pytest.fixture(scope="module", params=[None, *PROGRAMS], ids=lambda found: found.parent.name if found else "embedded")
+@pytest.fixture(
+    scope="module", params=first(1, [None, *PROGRAMS]), ids=lambda found: found.parent.name if found else "embedded"
+)
 def server(request: pytest.FixtureRequest) -> Iterator[NamedPostgres]:
     with server_folder() as folder, NamedPostgres(folder, FAST, request.param) as made:
         yield made

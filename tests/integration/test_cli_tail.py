@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PATIENCE, psql
+from tests.lengths import first
 from tests.roles import as_daemon
 
 pytestmark = pytest.mark.postgres
@@ -123,16 +124,19 @@ def test_the_daemon_ends_cleanly_on_a_signal_and_frees_its_port(start: Start, tm
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
-    [
-        (["serve", "--listen", "{taken}"], 3, "{taken}"),
-        (["serve", "--database", "postgresql://nobody:hunter2@127.0.0.1:1/x"], 4, "127.0.0.1:1"),
-        (["serve", "--listen", "192.0.2.1:9009", "--insecure"], 3, "192.0.2.1:9009"),
-        (["serve", "--listen", "192.0.2.1:9009"], 2, "--insecure"),
-        (["serve", "--tls-cert", "/does/not/exist"], 2, "--tls-cert"),
-        (["tail", "--server", "127.0.0.1:1", "--token-file", "/does/not/exist"], 2, "--token-file"),
-        (["tail", "events", "more", "--from", "58"], 2, "--from 58"),
-        (["tail", "events", "--from", "x"], 7, "token"),
-    ],
+    first(
+        4,
+        [
+            (["serve", "--listen", "{taken}"], 3, "{taken}"),
+            (["serve", "--database", "postgresql://nobody:hunter2@127.0.0.1:1/x"], 4, "127.0.0.1:1"),
+            (["serve", "--listen", "192.0.2.1:9009", "--insecure"], 3, "192.0.2.1:9009"),
+            (["serve", "--listen", "192.0.2.1:9009"], 2, "--insecure"),
+            (["serve", "--tls-cert", "/does/not/exist"], 2, "--tls-cert"),
+            (["tail", "--server", "127.0.0.1:1", "--token-file", "/does/not/exist"], 2, "--token-file"),
+            (["tail", "events", "more", "--from", "58"], 2, "--from 58"),
+            (["tail", "events", "--from", "x"], 7, "token"),
+        ],
+    ),
 )
 def test_what_cannot_start_is_one_sentence(start: Start, words: list[str], status: int, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

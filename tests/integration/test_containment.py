@@ -468,9 +468,12 @@ def inject(fault: Fault, patch: pytest.MonkeyPatch) -> deque[Exception]:
     return left
 
 
+SLOW = {"charts", "catch-up", "deadlines", "late rows of a stream"}  # those come seldom
+
+
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(one, id=one.task) for one in FAULTS],
+    [pytest.param(one, id=one.task, marks=[pytest.mark.long] if one.task in SLOW else []) for one in FAULTS],
 )
 async def test_a_failing_task_is_reported_and_hurts_no_bystander(world: World, fault: Fault) -> None:
     counts = world.daemon.troubles.counts

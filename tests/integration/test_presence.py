@@ -174,6 +174,7 @@ async def test_a_killed_daemon_is_replaced_without_flapping_and_its_lost_users_g
         assert await database.fetch_value("SELECT count(*) FROM replicad.presence_daemon") <= 1
 
 
+@pytest.mark.long
 async def test_a_daemon_that_was_only_frozen_tells_of_its_users_again(
     database: Database, database_url: str, tmp_path: Path, daemon: Daemon
 ) -> None:
@@ -302,6 +303,7 @@ async def test_while_postgres_is_away_nothing_is_lost_and_it_is_told_when_it_is_
         await quiet(reader, 3.0)
 
 
+@pytest.mark.long
 async def test_a_user_whom_postgres_cannot_write_holds_up_nobody(
     postgres_url: str, settings: ServerSettings, database_url: str
 ) -> None:

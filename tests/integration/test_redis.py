@@ -74,7 +74,12 @@ def paces(paces: Paces) -> Paces:
     return replace(paces, redis=QUICK)
 
 
-@pytest.fixture(params=["model", pytest.param("real", marks=pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT))])
+@pytest.fixture(
+    params=[  # where there is a real one, the suite takes that one, and the long form both
+        pytest.param("model", marks=[] if PROGRAM is None else [pytest.mark.long]),
+        pytest.param("real", marks=pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)),
+    ]
+)
 async def redis(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RealRedis | ModelRedis]:
     if request.param == "real":
         with real_redis(tmp_path) as server:

@@ -37,7 +37,9 @@ Read = Callable[[], Awaitable[Any]]
 
 
 @pytest.fixture(
-    scope="module", params=[None, *PROGRAMS], ids=lambda programs: "embedded" if programs is None else str(programs)
+    scope="module",
+    params=first(1, [None, *PROGRAMS]),
+    ids=lambda programs: "embedded" if programs is None else str(programs),
 )
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of a database with streams and tubes, on a server of each version that there is, of a superuser."""

@@ -242,6 +242,7 @@ async def test_who_follows_all_streams_is_told_which_do_not_move(
         await nc.until("POSITION events master 0 0")
 
 
+@pytest.mark.long
 async def test_looks_and_finds_at_once_leave_no_stream_watched_twice_or_not_at_all(
     events: Database, daemon: Daemon
 ) -> None:

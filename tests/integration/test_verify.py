@@ -101,6 +101,7 @@ def found(reports: list[TableReport]) -> dict[tuple[str, str], tuple[object, ...
     return {(one.downstream, one.table): (one.missing, one.extra, one.different) for one in reports if one.differing}
 
 
+@pytest.mark.long
 async def test_rows_of_all_types_and_keys_are_equal_in_every_downstream(shop: Shop) -> None:
     reports = verify(shop.config)
     assert len(reports) == 9
@@ -137,6 +138,7 @@ async def test_each_row_that_differs_is_found_and_repaired(
     assert shop.is_equal()
 
 
+@pytest.mark.long
 async def test_a_row_that_is_on_its_way_does_not_differ(shop: Shop) -> None:
     psql(shop.source, "UPDATE customer SET name = 'new' WHERE id < 10; DELETE FROM film_actor WHERE actor = 2")
     reports = verify(shop.config, wait=0)

@@ -243,6 +243,7 @@ def test_what_cannot_be_read_is_parked_and_the_others_go_on(
     assert pipeline.run(config, spark).rows_written == 1
 
 
+@pytest.mark.long
 def test_an_own_class_gets_the_term_of_the_lease_and_the_batch(
     spark: SparkSession, cities: Cities, tmp_path: Path
 ) -> None:

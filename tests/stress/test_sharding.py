@@ -137,6 +137,7 @@ class Run:
         return len(self.acked) - before
 
 
+@pytest.mark.long
 async def test_no_two_writers_ever_write_one_key_at_once_whoever_comes_goes_or_dies(database_url: str) -> None:
     async with open_database(database_url, size=2, application_name="checker") as db:
         await schema.install(db, "stream")

@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-lite unit test test-busy lint specs specs-all docs bench stress fuzz torture simulate mutants proof drills synapse lock dist release-check clean distclean check-java
+.PHONY: help demo demo-lite unit test test-busy lint specs specs-all docs bench long stress fuzz torture simulate mutants proof drills synapse lock dist release-check clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -83,7 +83,10 @@ docs: $(VENV)/.docs ## make the pages and tables anew that are made from the pro
 bench: $(VENV)/.bench ## measure beside NATS, Redis and psql; prints tables
 	@$(RUN) -m bench $(BENCH_ARGS)
 
-stress: $(VENV)/.dev ## the long form of the concurrency checks
+long: check-java $(VENV)/.dev ## the long forms of the suite: variants, random schedules and large sizes
+	@REPLICAD_STRESS_SECONDS="$${REPLICAD_STRESS_SECONDS:-10}" $(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m long $(PYTEST_ARGS)
+
+stress: $(VENV)/.dev ## the long forms, with minutes for each of the concurrency checks, one after another
 	@REPLICAD_STRESS_SECONDS="$${REPLICAD_STRESS_SECONDS:-180}" REPLICAD_STRESS_ROWS="$${REPLICAD_STRESS_ROWS:-10000000}" \
 		REPLICAD_STRESS_DESTINATIONS="$${REPLICAD_STRESS_DESTINATIONS:-10000}" \
 		$(RUN) -m pytest -m stress -s $(PYTEST_ARGS)

@@ -135,7 +135,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group("spark"))
     if item.get_closest_marker("long"):
         item.add_marker(pytest.mark.stress)
-        item.add_marker(pytest.mark.skipif(not LONG, reason="long; make stress runs it"))
+        item.add_marker(pytest.mark.skipif(not LONG, reason="long; make long runs it"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

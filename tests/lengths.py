@@ -1,4 +1,4 @@
-"""How long tests are: short in the suite, which runs often and with other examples each time; long in `make stress`."""
+"""How long tests are: short in the suite, which runs often and with other examples each time; long in `make long`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 from _pytest.mark import ParameterSet
 
-LONG: Final = bool(os.environ.get("REPLICAD_STRESS_SECONDS"))  # `make stress` asks for the long tests too
+LONG: Final = bool(os.environ.get("REPLICAD_STRESS_SECONDS"))  # `make long` and `make stress` give it
 SHARE: Final = 10 if LONG else 0.15
 
 
@@ -20,7 +20,7 @@ def examples(number: int) -> int:
 
 
 def first(keep: int, values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: the first ones are for the suite, and `make stress` takes the others too.
+    """Parameters of a test: the first ones are for the suite, and `make long` takes the others too.
 
     For a claim that each of them tries in the same way.
     """

@@ -371,7 +371,7 @@ async def blocking(function: Callable[..., T], *args: object, **named: object) -
 
 
 def long(*values: object) -> Any:
-    """A parameter that only `make stress` takes."""
+    """A parameter that only `make long` takes."""
     return pytest.param(*values, marks=pytest.mark.long)
 
 

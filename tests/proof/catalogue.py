@@ -33,7 +33,7 @@ class Command:
 
     @property
     def long(self) -> bool:
-        """Whether it is a test that only `make stress` runs."""
+        """Whether it is a test that only `make long` runs."""
         return self.text.startswith("long: ")
 
     @property

@@ -1,4 +1,4 @@
-"""A copy that applies all changes in order ends equal to the table; with more seeds in `make stress`."""
+"""A copy that applies all changes in order ends equal to the table; with more seeds in the long form."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A long backfill through a daemon that is killed on the way: bounded memory, a bounded tube, and no id missed.
 
-Takes REPLICAD_STRESS_ROWS (100,000 in the suite; `make stress` has ten million).
+Takes REPLICAD_STRESS_ROWS (20,000 in the suite; `make stress` has ten million).
 """
 
 from __future__ import annotations

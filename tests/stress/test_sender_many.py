@@ -1,6 +1,6 @@
 """Very many destinations, one in ten of them dead: bounded memory, and the live ones get everything in order.
 
-Takes REPLICAD_STRESS_DESTINATIONS (120 in the suite; `make stress` has 10,000). A dead destination refuses connections,
+Takes REPLICAD_STRESS_DESTINATIONS (40 in the suite; `make stress` has 10,000). A dead destination refuses connections,
 answers 503 or never answers.
 """
 

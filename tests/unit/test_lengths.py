@@ -1,4 +1,4 @@
-"""Which parameters of a test the suite takes, and which only `make stress`."""
+"""Which parameters of a test the suite takes, and which only `make long`."""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ async def test_postgres_restarts_under_writers_and_no_client_misses_or_keeps_a_r
         await no_one_begins_again(world)
 
 
-@pytest.mark.parametrize("daemon", ["down", long("alive"), long("suspended")])
+@pytest.mark.long
+@pytest.mark.parametrize("daemon", ["down", "alive", "suspended"])
 async def test_a_cold_copy_is_put_back_and_clients_that_resume_have_what_the_tables_have(
     postgres_folder: Path, fork_template: Path, daemon: str
 ) -> None:

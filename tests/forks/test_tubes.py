@@ -309,6 +309,7 @@ async def test_after_a_restart_that_loses_nothing_no_touch_is_unknown(
         )
 
 
+@pytest.mark.long
 async def test_after_a_promotion_that_no_process_lived_through_all_touches_since_the_note_are_unknown(
     postgres_folder: Path, fork_template: Path
 ) -> None:

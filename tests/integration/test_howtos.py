@@ -586,6 +586,7 @@ def test_a_reader_that_was_away_for_too_long_begins_anew(world: World, tmp_path:
         assert reader.wait_line("^rows: 1 up to .*100$")
 
 
+@pytest.mark.long
 def test_a_reader_follows_through_the_end_of_a_daemon(world: World, tmp_path: Path) -> None:
     write_programs("howto/two-daemons.md", tmp_path)
     with world.serving() as (first, daemon):

@@ -292,6 +292,7 @@ class Readable(Kept):
 CITY = pa.schema([("id", pa.int64()), ("name", pa.string())])
 
 
+@pytest.mark.long
 async def test_rows_of_a_shard_that_the_source_has_no_more_are_seen_and_purged(cities: LocalConfig) -> None:
     await carry_all(cities)
     reports = verify(cities)
@@ -316,6 +317,7 @@ async def test_rows_of_a_shard_that_the_source_has_no_more_are_seen_and_purged(c
     assert (found(reports), sum(one.rows for one in reports)) == ({}, 5 * 30)
 
 
+@pytest.mark.long
 async def test_a_class_is_compared_by_its_two_methods(cities: LocalConfig, tmp_path: Path) -> None:
     await carry_all(cities)
     own = replace(cities, downstreams={"own": cities.downstreams["own"]})

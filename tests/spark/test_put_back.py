@@ -219,6 +219,7 @@ def test_a_checkpoint_whose_log_lacks_the_batch_is_refused(tmp_path: Path) -> No
         open_checkpoint(tmp_path).plan(3)
 
 
+@pytest.mark.long
 @pytest.mark.spark
 def test_a_pipeline_does_not_ack_unread_what_an_older_checkpoint_plans_again(
     spark: SparkSession, database_url: str, daemon: FakeDaemon, tmp_path: Path

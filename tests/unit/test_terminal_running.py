@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import signal
 import subprocess
 import sys
@@ -14,17 +13,6 @@ import trio
 import trio_asyncio
 
 from replicad.terminal.database import run_async
-from tests.source import IN_ONE_PROCESS, modules
-
-pytestmark = IN_ONE_PROCESS
-
-# Each runs a loop of its own, and tells of Ctrl-C what a command has to.
-WITH_THEIR_OWN_SIGNALS = {
-    "replicad.terminal.database",
-    "replicad.daemon.daemon",
-    "replicad.sender.cli",
-    "replicad.cli.demo",
-}
 
 
 def interrupt() -> None:
@@ -130,13 +118,3 @@ def test_a_second_ctrl_c_ends_a_clean_up_that_does_not_end() -> None:
         assert process.stdout.readline() == "cleaning up\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == -signal.SIGINT
-
-
-def test_every_command_runs_its_async_work_so() -> None:
-    found = {
-        module.name
-        for module in modules()
-        for node in module.nodes
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("trio.run", "trio_asyncio.run", "asyncio.run")
-    }
-    assert found == WITH_THEIR_OWN_SIGNALS

@@ -14,7 +14,7 @@ from replicad.tubes.commands import Lease, Part
 from .conftest import settle
 from .test_tube_service import TUBE, MemoryBooks, open_tubes
 
-MANY = 64
+MANY = 32
 
 
 def books(**more: int) -> MemoryBooks:

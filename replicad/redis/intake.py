@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import structlog
@@ -153,7 +154,8 @@ class Intake:
             async with open_plain_nursery() as nursery, follower:
                 nursery.start_soon(self._watch_names, client, names, nursery.cancel_scope)
                 while self.bytes < self._pace.waiting_bytes:
-                    events = [one for event in await follower.together() if (one := _of_stream(event)) is not None]
+                    received = await follower.together()
+                    events = [one for event in received if (one := _of_stream(event)) is not None]
                     self._troubles.end("service", "redis", "follow")
                     tokens = None
                     if trio.current_time() >= noted_at + self._pace.snapshot:
@@ -173,13 +175,14 @@ class Intake:
     ) -> None:
         standings: dict[str, FollowedGeneration] = {}
         size = 0
-        for stream in {event.stream for event in events}:
+        for stream in set(map(attrgetter("stream"), events)):
             standing = FollowedGeneration(follower.epoch(stream) or "", follower.writers(stream))
             if known.get(stream) != standing:
                 known[stream] = standings[stream] = standing
         for event in events:
-            if isinstance(event, RowBatch):
-                size += sum(map(len, event.rows)) + OVERHEAD * len(event.rows)
+            if type(event) is RowBatch:
+                rows = event.rows
+                size += (len(rows[0]) if len(rows) == 1 else sum(map(len, rows))) + OVERHEAD * len(rows)
         self._items.append(Item(events, standings, tokens, size + OVERHEAD))
         self.bytes += size + OVERHEAD
         self._came.set()
@@ -200,6 +203,8 @@ class Intake:
 
 
 def _of_stream(event: Any) -> StreamEvent | None:
+    if type(event) is RowBatch:  # most of them
+        return event
     match event:
         case StreamStopped(stream=stream) | Disconnected(error=RowUnreadable(stream=str() as stream)):
             return Stopped(stream)

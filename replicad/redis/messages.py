@@ -34,9 +34,10 @@ def key_of(server: str) -> str:
     return f"replicad:{server}"
 
 
-COMMON, OWN, BOTH = 1, 2, 3  # for the channel of the server, for that of the stream, for both (publishing.lua)
+# For the channel of the server, for that of the stream, for both (publishing.lua). Bytes are packed fastest.
+COMMON, OWN, BOTH = b"1", b"2", b"3"
 
-Step = list[int | str | bytes]
+Step = list[str | bytes]
 """What is published at once: a follower gets all of it, or nothing. For each line where it goes, and the line without
 its end. One flat list: it is made for every row.
 """
@@ -75,26 +76,33 @@ class PublishedState:
         return found
 
     def rows(self, batches: Iterable[RowBatch]) -> list[Step]:
-        """Rows of this stream, and before them where their writers stood. Moves the positions."""
+        """Rows of this stream, and before them where their writers stood. Moves the positions.
+
+        This is the work for each row, so the names that it needs are local, and a batch of one row has no inner loop.
+        """
+        positions, stream, joinable = self.positions, self.stream, self.is_joinable
         steps: list[Step] = []
         step: Step = []
-        size, begun, joinable = 0, set[str](), self.is_joinable
-        for batch in batches:
-            instance, last = batch.instance, len(batch.rows) - 1
-            head = f"RDATA {self.stream} {instance} "
-            for number, row in enumerate(batch.rows):
-                if len(step) >= LINES * 2 or size >= STEP_BYTES:
+        most, size, begun = LINES * 2, 0, set[str]()
+        present, head, counts = "", "", False
+        for _, instance, token, rows in batches:
+            if instance != present:
+                present, head = instance, f"RDATA {stream} {instance} "
+                counts = instance in self.numbers or instance in positions
+            last = len(rows) - 1
+            for number, row in enumerate(rows) if last else ((0, rows[0]),):
+                if len(step) >= most or size >= STEP_BYTES:
                     steps.append(step)
                     step, size, begun = [], 0, set()
                 if instance not in begun:
                     begun.add(instance)
-                    if joinable and instance in self.positions:
+                    if joinable and instance in positions:
                         step += (OWN, self._begin(instance, number))
-                line = f"{head}{batch.token if number == last else BATCH} {row}"
+                line = f"{head}{token} {row}" if number == last else f"{head}{BATCH} {row}"
                 step += (BOTH, line)
                 size += len(line)
-            if instance in self.numbers or instance in self.positions:
-                self.positions[instance] = batch.token
+            if counts:
+                positions[instance] = token
         return [*steps, step] if step else steps
 
     def _begin(self, instance: str, rows: int) -> str:

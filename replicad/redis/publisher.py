@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha1
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
+from typing import cast
 
 import hiredis
 import trio
@@ -136,7 +138,7 @@ class RedisPublisher:
 
     def _rendered(self, item: Item) -> Steps:
         found: Steps = []
-        for stream, events in groupby(item.events, lambda event: event.stream):
+        for stream, events in groupby(item.events, attrgetter("stream")):
             standing = item.standings.get(stream)
             published = self._streams.get(stream)
             if published is None:
@@ -144,7 +146,7 @@ class RedisPublisher:
             for kind, some in groupby(events, type):
                 if kind is RowBatch:
                     published.stopped = False
-                    steps = published.rows(one for one in some if isinstance(one, RowBatch))
+                    steps = published.rows(cast("Iterable[RowBatch]", some))
                 else:
                     steps = [_moved(published, event) for event in some]
                 found += [(stream, step) for step in steps]

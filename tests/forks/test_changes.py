@@ -39,7 +39,6 @@ async def until_all_are_past(readers: list[Reader], position: int) -> None:
             await trio.sleep(0.05)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", range(60))
 async def test_readers_go_back_to_the_fork_and_end_equal_to_the_table(
     postgres_folder: Path, fork_template: Path, seed: int

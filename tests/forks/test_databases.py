@@ -68,7 +68,6 @@ async def test_a_dump_is_restored_and_clients_have_what_the_tables_have(
         await world.settle("after the restore")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("state", ["down", "suspended"])
 async def test_a_table_that_is_restored_emptied_and_filled_again_before_anybody_looks_is_sent_in_full(
     postgres_folder: Path, fork_template: Path, state: str
@@ -201,7 +200,6 @@ async def test_ids_set_back_while_the_stream_is_busy_are_told_at_the_place_where
         await world.settle("after the ids went back")
 
 
-@pytest.mark.long
 async def test_ids_set_back_while_a_row_stops_the_stream_are_told_at_the_place_where_it_happened(
     postgres_folder: Path, fork_template: Path
 ) -> None:

@@ -63,7 +63,6 @@ async def test_a_lagging_standby_is_promoted_under_writers_and_no_client_misses_
             assert holder.counts().get("moved back"), "it had rows that the standby never got"
 
 
-@pytest.mark.long
 async def test_rows_that_take_the_ids_of_lost_ones_within_one_poll_of_a_promotion_reach_everybody(
     postgres_folder: Path, fork_template: Path
 ) -> None:

@@ -223,7 +223,6 @@ async def test_the_audit_alone_finds_a_loss_and_readers_end_complete(
     assert daemon.publisher.served["events"].tally.skipped in {1, 2, 3}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("paces", [QUICK])
 async def test_a_piece_of_a_catch_up_that_is_cut_is_found(
     events: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch
@@ -286,7 +285,6 @@ async def test_a_fork_makes_what_was_sent_above_the_shared_position_void(
     assert daemon.publisher.served["events"].tally.skipped == 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 20_000])
 async def test_rows_that_turn_up_far_below_the_position_are_delivered(
     events: Database, daemon: Daemon, netcat: Connect, rows: int

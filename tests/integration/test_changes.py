@@ -533,7 +533,6 @@ async def test_the_audit_takes_rotation_neither_for_lost_nor_for_late_rows_and_s
                 await trio.sleep(0.01)
 
 
-@pytest.mark.long
 async def test_ids_that_no_partition_is_made_for_are_kept_and_the_next_ranges_begin_beyond_them(
     orders: Registry, database: Database, start_daemon: Start
 ) -> None:

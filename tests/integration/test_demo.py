@@ -122,7 +122,6 @@ def test_an_interrupt_leaves_no_process_behind(folder: Path, moment: str, number
     assert not any("Traceback" in line for line in run.lines)
 
 
-@pytest.mark.long
 def test_it_succeeds_after_one_that_was_broken_off_and_both_sides_are_equal(folder: Path) -> None:
     with demo(folder) as run:
         assert run.read_until("4. Creating a tube"), run.said

@@ -286,7 +286,6 @@ async def test_of_two_processes_one_is_refused_and_the_history_is_whole(
     check(database_url, target)
 
 
-@pytest.mark.long
 async def test_a_process_that_is_killed_goes_on_where_it_was(
     database: Database, database_url: str, orders: Daemon, target: str
 ) -> None:

@@ -240,7 +240,6 @@ async def test_a_downstream_that_was_put_back_is_noticed(shop: Shop) -> None:
         await eventually(shop.is_equal)
 
 
-@pytest.mark.long
 async def test_a_downstream_and_a_checkpoint_that_were_put_back_together_are_noticed(shop: Shop) -> None:
     """They agree with each other, but the source knows of later batches, whose pods are acked."""
     await eventually_backfilled(shop)

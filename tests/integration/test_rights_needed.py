@@ -80,7 +80,6 @@ GRANTED = """
 """
 
 
-@pytest.mark.long
 def test_an_operator_can_look_with_what_it_is_given_and_needs_all_of_it(
     world: rights.World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

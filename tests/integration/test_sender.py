@@ -171,7 +171,6 @@ async def test_a_new_destination_that_was_never_tried_before_a_kill_is_not_forgo
         await receiver.expect(lambda: numbers(receiver, "new") == [2] and len(receiver.updates("newer")) == 1)
 
 
-@pytest.mark.long
 async def test_what_was_taken_is_not_delivered_again_where_the_stream_is_read_again(
     facts: Database, receiver: Receiver, start_sender: StartSender
 ) -> None:
@@ -298,7 +297,6 @@ async def test_a_stream_that_is_refused_for_a_moment_ends_no_sender_and_one_that
             await receiver.expect(lambda: numbers(receiver, "a") == [1])
 
 
-@pytest.mark.long
 async def test_what_is_stored_is_delivered_while_the_daemon_refuses_the_stream_and_what_follows_when_it_serves_it_again(
     facts: Database, receiver: Receiver, start_sender: StartSender
 ) -> None:
@@ -511,7 +509,6 @@ async def test_ids_that_were_given_out_again_while_no_sender_ran_are_delivered_u
         await receiver.expect(lambda: numbers(receiver, "a")[20:] == [*again])
 
 
-@pytest.mark.long
 async def test_what_is_void_when_a_sender_starts_is_not_sent_any_more_and_without_a_daemon_what_is_stored_is(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,7 +138,6 @@ async def test_each_row_that_differs_is_found_and_repaired(
     assert shop.is_equal()
 
 
-@pytest.mark.long
 async def test_a_row_that_is_on_its_way_does_not_differ(shop: Shop) -> None:
     psql(shop.source, "UPDATE customer SET name = 'new' WHERE id < 10; DELETE FROM film_actor WHERE actor = 2")
     reports = verify(shop.config, wait=0)
@@ -160,7 +159,6 @@ async def test_nothing_differs_while_a_backfill_is_under_way(shop: Shop, monkeyp
     assert summary(report).endswith("1 in flight (a backfill is under way), the others equal")
 
 
-@pytest.mark.long
 async def test_what_waits_in_a_backlog_is_in_flight(shop: Shop) -> None:
     psql(
         shop.source,
@@ -352,7 +350,6 @@ async def test_a_class_that_cannot_be_read_back_is_not_called_equal(cities: Loca
         raise_if_different(reports)
 
 
-@pytest.mark.long
 async def test_rows_are_compared_after_the_transform(cities: LocalConfig) -> None:
     """The rows that the transform leaves out may not be there, and what it makes of the others must."""
     await carry_all(cities)

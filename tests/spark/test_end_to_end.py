@@ -166,7 +166,6 @@ def test_a_backfill_and_live_writes_arrive_although_the_daemon_is_killed(
     assert (again.pods, waiting(served.url)) == (0, 0)
 
 
-@pytest.mark.long
 def test_a_pipeline_moves_from_one_engine_to_the_other_without_a_backfill(
     spark: SparkSession, served: Served, database_url: str, tmp_path: Path
 ) -> None:

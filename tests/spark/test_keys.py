@@ -89,7 +89,7 @@ def source(served: Served, kind: Kind) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "downstream"),
     [
-        pytest.param("uuid", "postgres", marks=pytest.mark.long),
+        ("uuid", "postgres"),
         pytest.param("several", "parquet", marks=pytest.mark.long),
         pytest.param("several", "postgres", marks=pytest.mark.long),
         pytest.param("date", "delta", marks=pytest.mark.long),

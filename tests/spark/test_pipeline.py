@@ -109,7 +109,6 @@ def test_a_batch_is_a_span_in_the_traces_of_its_rows(
         assert found == {"a" * 32, "b" * 32}
 
 
-@pytest.mark.long
 def test_a_transform_sees_rows_and_what_it_leaves_out_is_deleted(
     spark: SparkSession, cities: Cities, tmp_path: Path
 ) -> None:

@@ -219,7 +219,6 @@ def test_a_checkpoint_whose_log_lacks_the_batch_is_refused(tmp_path: Path) -> No
         open_checkpoint(tmp_path).plan(3)
 
 
-@pytest.mark.long
 @pytest.mark.spark
 def test_a_pipeline_does_not_ack_unread_what_an_older_checkpoint_plans_again(
     spark: SparkSession, database_url: str, daemon: FakeDaemon, tmp_path: Path
@@ -248,7 +247,6 @@ def test_a_pipeline_does_not_ack_unread_what_an_older_checkpoint_plans_again(
     forget(database_url)
 
 
-@pytest.mark.long
 @pytest.mark.spark
 def test_a_downstream_that_is_put_back_while_the_pipeline_runs_is_noticed(
     spark: SparkSession, database_url: str, daemon: FakeDaemon, tmp_path: Path

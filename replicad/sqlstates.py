@@ -48,6 +48,9 @@ what replicad's own functions raise.
 CONSTRAINT_OF_OTHERS: Final[Meaning] = ("23503", "23505", "23P01")
 """A foreign key, a unique key or an exclusion: whether a row fits depends on other rows."""
 
+MADE_MEANWHILE: Final[Meaning] = ("23505", "42P06", "42P07", "42710")
+"""Of CREATE ... IF NOT EXISTS: another session has made the same thing at the same time."""
+
 LOCKED: Final[Meaning] = ("55P03",)
 """Another transaction kept a lock for longer than lock_timeout."""
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pytest
 import trio
@@ -19,6 +20,7 @@ from replicad.errors import DownstreamError, UsageError
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Cursor
 from replicad.spark import enrich
+from replicad.spark.database import connection, forget
 from replicad.spark.lake import Lake
 from replicad.spark.local import writing
 from replicad.spark.local.backlog import Backlog
@@ -30,7 +32,7 @@ from replicad.spark.local.tables import attach_new
 from replicad.spark.local.touchlog import TouchChunk
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks import parquet
-from replicad.spark.sinks.postgres import PostgresSink
+from replicad.spark.sinks.postgres import PostgresSink, create_missing
 from replicad.tubes.columns import schema as pods_schema
 from tests.commands import replicad_async
 from tests.conftest import PATIENCE, psql
@@ -360,6 +362,27 @@ async def test_a_lake_rests_after_a_batch_until_enough_has_come(
         await eventually(shop.is_equal)
     await trio.to_thread.run_sync(shop.run)
     assert lake() == 7
+
+
+@pytest.mark.parametrize("made", ["SCHEMA IF NOT EXISTS dw", "TABLE IF NOT EXISTS made (id bigint PRIMARY KEY)"])
+async def test_what_another_session_makes_at_the_same_time_is_there(
+    database: Database, database_url: str, made: str
+) -> None:
+    """As two pipelines that start at once do, or one beside the last statement of a process that was killed."""
+    statement = f"CREATE {made}"
+
+    def make() -> None:
+        with connection(database_url).cursor() as cursor:
+            create_missing(cursor, [statement])
+        forget(database_url)
+
+    blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
+    async with trio.open_nursery() as nursery:
+        with psycopg.connect(database_url) as other:
+            other.execute(statement)
+            nursery.start_soon(trio.to_thread.run_sync, make)
+            await eventually(lambda: psql(database_url, blocked) == "1")
+            other.commit()
 
 
 async def test_a_backlog_is_bounded_in_bytes(

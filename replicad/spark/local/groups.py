@@ -45,6 +45,7 @@ from replicad.spark.sinks.postgres import (
     PostgresSink,
     ask,
     columns_of,
+    create_missing,
     key_found,
     key_text,
 )
@@ -284,9 +285,10 @@ class PostgresTables(TableGroup):
 
         def work(driver: Any) -> None:
             with driver.cursor() as cursor:
-                cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
-                cursor.execute(BATCHES.format(batches=f"{SCHEMA}.replicad_batches"))
-                cursor.execute(_WAITING.format(schema=SCHEMA))
+                batches = BATCHES.format(batches=f"{SCHEMA}.replicad_batches")
+                create_missing(
+                    cursor, [f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}", batches, _WAITING.format(schema=SCHEMA)]
+                )
 
         patiently(self.url, work, patience=min(self.patience, 10))
         self._known = None

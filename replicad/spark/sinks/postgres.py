@@ -38,7 +38,7 @@ from replicad.spark.database import PATIENCE, batches_of, forget, literal, patie
 from replicad.spark.enrich import EnrichedRows, listed
 from replicad.spark.sinks.base import Applied, BatchId, LastBatch, Shape, Sink
 from replicad.spark.tables import key_among, key_as_text
-from replicad.sqlstates import LOCKED, NOT_OF_A_ROW, means
+from replicad.sqlstates import LOCKED, MADE_MEANWHILE, NOT_OF_A_ROW, means
 
 _TYPES = {
     pa.bool_(): "boolean", pa.int8(): "smallint", pa.int16(): "smallint", pa.int32(): "integer", pa.int64(): "bigint",
@@ -63,6 +63,8 @@ log = get_logger("replicad.spark")
 
 _stages: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # temporary tables, by connection, of small batches
 _columns: dict[tuple[str, str], tuple[str, Mapping[str, str]]] = {}  # by URL and table, with a digest of the catalog
+
+_CREATES = 5  # tries of CREATE ... IF NOT EXISTS, which fails where another session has just made the same thing
 
 BATCHES = """
 CREATE TABLE IF NOT EXISTS {batches} (
@@ -129,6 +131,18 @@ class LoadedRows:
     deletes: list[pa.Table]
 
 
+def create_missing(cursor: Any, statements: Iterable[str]) -> None:
+    """Run CREATE ... IF NOT EXISTS outside of a transaction, beside other sessions that make the same things."""
+    for statement in statements:
+        for left in reversed(range(_CREATES)):
+            try:
+                cursor.execute(statement)
+                break
+            except Exception as error:
+                if not left or not means(getattr(error, "sqlstate", None), MADE_MEANWHILE):
+                    raise
+
+
 @dataclass(frozen=True, slots=True)
 class PostgresSink(Sink):
     """Keeps `table` (`name` or `schema.name`, as in SQL) at `url` in step. Creates it if it is missing.
@@ -175,8 +189,7 @@ class PostgresSink(Sink):
 
         def work(driver: Any) -> dict[str, str]:
             with driver.cursor() as cursor:
-                for statement in statements:
-                    cursor.execute(statement)
+                create_missing(cursor, statements)
                 changes = _changes(shape, self.columns(cursor))
                 if changes:
                     self._alter(cursor, changes)

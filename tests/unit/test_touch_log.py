@@ -87,23 +87,6 @@ def ends(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def test_the_reader_waits_until_a_downstream_has_written_all() -> None:
-    log = log_of(1)
-    reader = started(lambda: log.wait_wanted(60))
-    assert waits(reader)
-    log.take("a", 60)
-    log.done("b", 1)
-    assert waits(reader), "to take a chunk is not to wait for one"
-    taker = started(lambda: log.take("b", 60))
-    assert ends(reader)
-    log.add(chunk(2))
-    assert ends(taker)
-    stopped = started(lambda: log.wait_wanted(60))
-    assert waits(stopped)
-    log.stir()
-    assert ends(stopped)
-
-
 def test_a_downstream_gathers_until_there_is_enough() -> None:
     log = log_of(1, ids=2)
     gathering = started(lambda: log.gather("a", 5, 60))

@@ -44,7 +44,6 @@ READ_IDS = 100_000  # in one answer, about
 LONG_POLL = 5.0  # seconds that a request for pods waits for some
 LOOK = 0.2  # seconds between two looks of the main thread
 NEW_TABLES = 10.0  # seconds between two looks for new tables
-FEW_IDS = 1000  # in one answer, with which the reader waits until a downstream has nothing to do
 BACKFILL_AHEAD = 300_000  # ids in the log above which no backfill pods are read: live pods would wait behind them
 
 log = get_logger("replicad.spark")
@@ -246,8 +245,6 @@ class _Engine:
                     continue
                 if chunk is not None:
                     self._log.add(chunk)
-                    if chunk.weight < FEW_IDS and not now:
-                        self._log.wait_wanted(LONG_POLL)
                 elif not backfill:
                     self._log.wait(0.02)
                 elif now:

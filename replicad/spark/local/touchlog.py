@@ -4,9 +4,6 @@ The reader adds chunks in the order of the tube. Each downstream takes all chunk
 own pace. A chunk that every downstream has is acked and forgotten. The log is bounded: a reader that is ahead of the
 slowest downstream by `MOST_IDS` waits. An id of more than `ID_BYTES` counts as several, so that the bound is one
 in bytes too.
-
-An answer costs the same for one pod as for a hundred. So after an answer with few ids the reader reads on when a
-downstream has nothing to do (`wait_wanted`), and then gets all pods that have come meanwhile.
 """
 
 from __future__ import annotations
@@ -71,7 +68,6 @@ class TouchLog:
     ended: bool = False  # nothing is added any more
     _chunks: deque[TouchChunk] = field(default_factory=deque)
     _weight: int = 0
-    _waiting: int = 0  # downstreams that have written all chunks
     _stirs: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -98,10 +94,7 @@ class TouchLog:
         with self._changed:
             place = max(self.places[name], self.taken.get(name, 0))
             if not self._from(place):
-                self._waiting += 1
-                self._changed.notify_all()
                 self._wait_for(lambda: bool(self._from(place)), timeout)
-                self._waiting -= 1
             taken: list[TouchChunk] = []
             weight = 0
             for chunk in self._from(max(place, self.places[name])):
@@ -144,11 +137,6 @@ class TouchLog:
                 last = self._chunks.popleft()
                 self._weight -= last.weight
             return last
-
-    def wait_wanted(self, timeout: float) -> None:
-        """Until a downstream waits for the next chunk, or `stir`."""
-        with self._changed:
-            self._wait_for(lambda: self._waiting > 0, timeout)
 
     def gather(self, name: str, enough: int, timeout: float) -> None:
         """Until a downstream lacks `enough` ids, nothing is added any more, or `stir`."""

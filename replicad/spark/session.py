@@ -10,9 +10,12 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +180,14 @@ def build_session(
     of_caller = {"spark.app.name": app_name, "spark.master": master, "spark.driver.memory": memory, **(config or {})}
     conf = SparkConf(loadDefaults=True).setAll([*_SETTINGS.items(), *of_caller.items()])
     if SparkContext._gateway is not None:  # a JVM of this process, which an earlier session has started
-        return SparkSession(SparkContext.getOrCreate(conf))
+        with _own_interrupts():
+            return SparkSession(SparkContext.getOrCreate(conf))
     try:
         gateway = _launch(conf, log_file)
         if _SUBMITTED in os.environ:
             conf = _submitted(gateway, config or {})
-        return SparkSession(SparkContext(conf=conf, gateway=gateway))
+        with _own_interrupts():
+            return SparkSession(SparkContext(conf=conf, gateway=gateway))
     except OSError as error:
         raise EnvironmentRefused(f"Spark does not start: {error}") from error
     except Exception as error:
@@ -190,6 +195,20 @@ def build_session(
             raise
         where = f"; see {log_file}" if log_file else ""
         raise EnvironmentRefused(f"Spark does not start: {error}{where}") from error
+
+
+@contextmanager
+def _own_interrupts() -> Iterator[None]:
+    """Keep the program's own handler of Ctrl-C, if it has one: PySpark puts one in its place that ends the batch in
+    hand and the program.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        own = handler not in (signal.default_int_handler, None)
+        if own and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
 
 
 def _submitted(gateway: Any, config: Mapping[str, str]) -> Any:

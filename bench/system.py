@@ -141,14 +141,26 @@ class System:
         """Seconds of processor time that Postgres' processes took which have ended: each connection has one.
 
         Waits until no connection but those of daemons is left: a process counts when the postmaster has seen its end,
-        some time after its client has gone.
+        some time after its client has gone. A daemon may connect anew meanwhile, so its connections are asked for
+        whenever others seem to be left.
         """
-        postmaster, kept = self._postmaster(), {one.pid for one in self.serving()}
+        postmaster = self._postmaster()
+        kept: set[int] = set()
+        left: list[str] = []
 
         def ended() -> bool:
-            return not any(one.pid not in kept and _serves_client(one) for one in postmaster.children())
+            nonlocal kept
+            left.clear()
+            clients = [one for one in postmaster.children() if _serves_client(one)]
+            if any(one.pid not in kept for one in clients):
+                kept = {one.pid for one in self.serving()}
+                left.extend(_title(one) for one in clients if one.pid not in kept and _serves_client(one))
+            return not left
 
-        wait_until(ended, "Postgres' connections to end")
+        try:
+            wait_until(ended, "Postgres' connections to end")
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}: {'; '.join(left)}") from None
         times = postmaster.cpu_times()
         return float(times.children_user + times.children_system)
 
@@ -226,6 +238,14 @@ def _serves_client(backend: psutil.Process) -> bool:
         return True
     except psutil.NoSuchProcess:
         return False
+
+
+def _title(backend: psutil.Process) -> str:
+    """What a child of the postmaster says that it is doing."""
+    try:
+        return f"{backend.pid} {backend.status()} {' '.join(backend.cmdline())}"
+    except psutil.Error:
+        return f"{backend.pid} has ended"
 
 
 def cpu(server: psutil.Process) -> float:

@@ -202,6 +202,8 @@ def subscribe(door: Door, clients: int) -> list[socket.socket]:
             if not data:
                 raise ConnectionError(f"closed before {door.ready!r}; it said {heard!r}")
             heard += data
+            if re.search(rb"^ERROR .*\n", heard, re.MULTILINE):  # the daemon keeps the connection, and sends PINGs
+                raise ConnectionError(f"refused: {heard!r}")
         link.setblocking(False)
     return links
 

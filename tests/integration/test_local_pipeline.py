@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,20 +16,23 @@ import pyarrow as pa
 import pytest
 import trio
 
+from replicad.client.blocking_client import BlockingClient
 from replicad.errors import DownstreamError, UsageError
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Cursor
 from replicad.spark import enrich
 from replicad.spark.database import connection, forget
+from replicad.spark.holding import TubeHold
 from replicad.spark.lake import Lake
 from replicad.spark.local import writing
 from replicad.spark.local.backlog import Backlog
 from replicad.spark.local.config import LocalConfig, SinkMaker
-from replicad.spark.local.engine import run_local
+from replicad.spark.local.engine import FEW_PODS, PodStream, run_local
 from replicad.spark.local.file import load_local
 from replicad.spark.local.groups import PostgresTables
 from replicad.spark.local.tables import attach_new
 from replicad.spark.local.touchlog import TouchChunk
+from replicad.spark.options import SourceOptions
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks import parquet
 from replicad.spark.sinks.postgres import PostgresSink, create_missing
@@ -564,3 +567,36 @@ async def test_a_lake_of_changes_follows_and_is_compacted_beside_the_pipeline(
         assert done.returncode == 0, done.stderr
         assert f"{folder}: " in done.stdout
         await eventually(is_followed("DELETE FROM customer WHERE id = 298", [(297, "c297"), (299, "new")]))
+
+
+async def test_few_pods_are_read_as_lines_and_many_as_blocks_and_none_twice(
+    items: Database, database_url: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del items
+    forms: list[str] = []
+    for name in ("pod_blocks", "pod_chunks"):
+        call = getattr(BlockingClient, name)
+        monkeypatch.setattr(BlockingClient, name, lambda *words, name=name, call=call, **bounds: (
+            forms.append(name), call(*words, **bounds))[1])  # fmt: skip
+    address = daemon.addresses[0]
+    options = SourceOptions(host=address.host, port=address.port, tube="items")
+    counts: list[int] = []
+
+    def read() -> list[int]:
+        found: list[int] = []
+        with TubeHold(options, holder="test") as hold, closing(PodStream(options, "test/pods")) as stream:
+            hold.partitions()
+            for pods in (3, 3, 100, 2, 1):
+                upto = len(found) + pods
+                psql(database_url, *(f"INSERT INTO items VALUES ({n}, 0)" for n in range(len(found) + 1, upto + 1)))
+                while len(found) < upto:
+                    chunk = stream.read(hold.term(), backfill=True, wait=5.0)
+                    assert chunk is not None
+                    counts.append(chunk.count)
+                    found += chunk.touches.column("id").to_pylist()
+            assert stream.read(hold.term(), backfill=True, wait=0.0) is None
+        return found
+
+    assert sorted(await trio.to_thread.run_sync(read)) == list(range(1, 110))
+    assert forms == ["pod_blocks", *("pod_chunks" if count < FEW_PODS else "pod_blocks" for count in counts)]
+    assert FEW_PODS in counts, "an answer of lines has no more pods, however many there are"

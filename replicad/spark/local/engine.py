@@ -41,6 +41,7 @@ from replicad.spark.reports import PipelineResult
 
 READ_PODS = 10_000  # in one answer
 READ_IDS = 100_000  # in one answer, about
+FEW_PODS, FEW_IDS = 32, 1000  # with fewer in the last answer, so many are asked for as lines: one query of the daemon
 LONG_POLL = 5.0  # seconds that a request for pods waits for some
 LOOK = 0.2  # seconds between two looks of the main thread
 NEW_TABLES = 10.0  # seconds between two looks for new tables
@@ -70,7 +71,10 @@ class PodStream:
             "backfill": min(options.max_backfill_pods, READ_PODS) if backfill else 0,
             "wait": wait,
         }
-        if not self._lines:
+        few = options.encoding == "auto" and _were_few(self._last)
+        if few:
+            bounds["limit"] = min(options.max_pods, FEW_PODS)
+        if not (few or self._lines):
             try:
                 blocks = self._client.pod_blocks(tube, WHOLE, term, self.cursor, payload=True, **bounds)  # type: ignore[arg-type]
                 batches = [block_batch(block, payload=True, keys=options.keys) for block in blocks]
@@ -95,6 +99,10 @@ class PodStream:
     def close(self) -> None:
         """Close the connection, also during a request of another thread."""
         self._client.close()
+
+
+def _were_few(last: TouchChunk | None) -> bool:
+    return last is not None and last.count < FEW_PODS and last.ids < FEW_IDS
 
 
 def run_local(config: LocalConfig, until: Callable[[], bool] = lambda: False) -> PipelineResult:

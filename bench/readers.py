@@ -189,12 +189,12 @@ def idle(door: Door, clients: int) -> Iterator[None]:
 
 
 def subscribe(door: Door, clients: int) -> list[socket.socket]:
-    links = [connect(door.host, door.port) for _ in range(clients)]
-    if door.authority:
-        tls = ssl.create_default_context(cafile=door.authority)
-        links = [tls.wrap_socket(link, server_hostname="localhost") for link in links]
-    for link in links:
-        link.sendall(door.hello)
+    tls = ssl.create_default_context(cafile=door.authority) if door.authority else None
+    links = []
+    for _ in range(clients):  # each says at once what it wants: a crowd that says nothing gives way to others
+        link = connect(door.host, door.port)
+        links.append(link if tls is None else tls.wrap_socket(link, server_hostname="localhost"))
+        links[-1].sendall(door.hello)
     for link in links:
         heard = b""
         while door.ready not in heard:

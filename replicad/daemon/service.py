@@ -213,11 +213,13 @@ class Inside:
             raise ConnectionLost("the daemon is stopping") from error
         return ours
 
-    async def serve(self, stream: trio.abc.Stream, name: str, access: ClientAccess) -> None:
+    async def serve(
+        self, stream: trio.abc.Stream, name: str, access: ClientAccess, beside: Callable[[], Awaitable[None]]
+    ) -> None:
         """Serve a client that speaks another protocol, as a session. `stream` translates; it is closed at the end.
 
         `name`: the client's address. `access`: its rights. The session is among the sessions of all clients, so it is
-        informed when the daemon stops.
+        informed when the daemon stops. `beside` runs meanwhile, in the caller's task, and is cancelled at the end.
 
         Raises:
             ConnectionLost: the daemon stops.
@@ -225,19 +227,22 @@ class Inside:
         await self._ready.wait()
         assert self._sessions is not None
         assert self._serve is not None
-        serve, ended = self._serve, trio.Event()
+        serve, ended, scope = self._serve, trio.Event(), trio.CancelScope()
 
         async def run() -> None:
             try:
                 await serve(stream, name, access)
             finally:
                 ended.set()
+                scope.cancel()
 
         try:
             self._sessions.start_soon(run)
         except RuntimeError as error:  # the nursery is closed
             raise ConnectionLost("the daemon is stopping") from error
         try:
+            with scope:
+                await beside()
             await ended.wait()
         finally:
             if not ended.is_set():

@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 import trio
@@ -41,7 +42,6 @@ NAME = "http"  # of these clients in lists
 NOW = "NOW"
 SLICE = 256 << 10  # bytes that are translated before other tasks run; a chunk of a journal has half of it
 LOOK = 30.0  # seconds after which the clock is looked at again: it may have been set
-LINES = 8  # commands that may wait for the session; it is sent two or three
 
 LONGEST_ID = 2048  # characters: browsers send it back in a header. Of many writers, some rows may come again
 SHARED = 16  # translated blocks that are kept for other readers of the same rows
@@ -267,12 +267,10 @@ class Live(Page):
             stream = EventStream(events, name, head, lambda: below, part)
             stream.say(f"{Name(NAME).render()}\n".encode())
             stream.subscribe(token)
-            async with open_plain_nursery() as nursery:
-                nursery.start_soon(_watch, below, stream.end_input)
-                if caller.browser is not None:
-                    nursery.start_soon(_expire, caller.browser.expires, caller.access.expire)
-                await self.host.inside.serve(stream, request.guest.peer, caller.access)
-                nursery.cancel_scope.cancel()
+            watch = partial(_watch, below, stream.end_input)
+            if caller.browser is not None:
+                watch = partial(_expire_beside, watch, caller.browser.expires, caller.access.expire)
+            await self.host.inside.serve(stream, request.guest.peer, caller.access, watch)
         if stream.begun:
             return None
         raise (events.problem or Problem("connection_lost", "the connection was ended; try again")).noted()
@@ -312,7 +310,9 @@ class EventStream(trio.abc.Stream):
         self._part = part
         self._head = head
         self._take = take
-        self._says, self._said = trio.open_memory_channel[bytes](LINES)
+        self._said = bytearray()  # commands that the session has not received: two or three
+        self._input_ended = False
+        self._stirred = trio.Event()
 
     @property
     def begun(self) -> bool:
@@ -321,8 +321,9 @@ class EventStream(trio.abc.Stream):
 
     def say(self, line: bytes) -> None:
         """Send a command to the session."""
-        with suppress(trio.ClosedResourceError):  # the reader has closed
-            self._says.send_nowait(line)
+        if not self._input_ended:
+            self._said += line
+            self._stirred.set()
 
     def subscribe(self, token: str) -> None:
         """Send REPLICATE. Raises UnknownStream: no stream can have that name."""
@@ -333,14 +334,18 @@ class EventStream(trio.abc.Stream):
 
     def end_input(self) -> None:
         """The reader sends nothing more: the session ends."""
-        self._says.close()
+        self._input_ended = True
+        self._stirred.set()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:  # noqa: ARG002 - lines are short
-        """The next command; nothing at the end."""
-        try:
-            return b"" if self._closed else await self._said.receive()
-        except trio.EndOfChannel:
-            return b""
+        """The next commands; nothing at the end."""
+        await trio.lowlevel.checkpoint()
+        while not (self._said or self._closed or self._input_ended):
+            await self._stirred.wait()
+            self._stirred = trio.Event()
+        said = b"" if self._closed else bytes(self._said)
+        self._said.clear()
+        return said
 
     async def send_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
         """`send_all` of each: a chunk of a journal is translated once for all readers, if it stays the same object."""
@@ -394,6 +399,14 @@ def _slices(data: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray]
         yield bytes(data[begin:end])
         begin = end
     yield bytes(data[begin:]) if begin else data
+
+
+async def _expire_beside(watch: Callable[[], Awaitable[None]], at: float, end: Callable[[], None]) -> None:
+    """Watch, and call `end` at that time. Readers without a time to end need no task for it."""
+    async with open_plain_nursery() as nursery:
+        nursery.start_soon(_expire, at, end)
+        await watch()
+        nursery.cancel_scope.cancel()
 
 
 async def _expire(at: float, end: Callable[[], None]) -> None:

@@ -1,10 +1,12 @@
-"""A whole table, then its changes, into Parquet files and another Postgres: beside dlt, and a program by hand.
+"""A whole table, then its changes, into Parquet files and another Postgres: beside dlt, Sling, and a program by hand.
 
 Every program runs as a process of its own, and ends when it has everything: first all rows, then the rows that were
 changed since. dlt finds these by a column `changed` and an index on it, and does not see rows that were deleted; the
 program by hand (psycopg, COPY, pyarrow) copies all rows again. Processor time is that of the program with its children,
 ours with the daemon's; Postgres' is left out for all of them. `dlt` is used if REPLICAD_BENCH_DLT names a Python that
-has it: pip install 'dlt[parquet,postgres,sql_database]' psycopg2-binary 'sqlalchemy<2.1'
+has it: pip install 'dlt[parquet,postgres,sql_database]' psycopg2-binary 'sqlalchemy<2.1'. Sling is used if
+REPLICAD_BENCH_SLING names its program, which is in the package sling-linux-amd64, and only into Postgres: for files
+it loads another program. Like dlt it finds changes by the column `changed`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ CHANGED = 10_000
 GOAL = 300_000  # rows for each second of processor time, of the copy
 LOOK = 0.05  # seconds between two looks at the memory of a program
 TARGETS = ("parquet", "postgres")
+FILE = "copy.toml"  # that `replicad pipeline init` writes
 
 TABLE = """
 CREATE TABLE item (id bigint PRIMARY KEY, name text, price float8, day date, changed timestamptz DEFAULT now());
@@ -86,15 +89,25 @@ def run(options: Options) -> list[Figure]:
     figures: list[Figure] = []
     for target in TARGETS:
         found: dict[str, tuple[_Ran, _Ran]] = {}
-        for name in ("replicad", "dlt", "by hand"):
+        lines = {"dlt": _lines(DLT), "Sling": 1, "by hand": _lines(HAND)}
+        for name in ("replicad", "dlt", *(["Sling"] if target == "postgres" else []), "by hand"):
             with system() as ours:
                 ours.install()
                 ours.sql(TABLE.format(rows=rows), "VACUUM ANALYZE item", "CREATE DATABASE copy")
                 ran = _runs(ours, name, target, every)
                 if ran is not None:
                     found[name] = ran
+                if name == "replicad":
+                    lines[name] = _lines((ours.folder / FILE).read_text(encoding="utf-8"))
         figures += _figures(target, rows, rows // every, found)
+        beside = ", ".join(f"{name} {lines[name]}" for name in found)
+        figures.append(Figure("  lines of the file, of the program or of commands", f"{lines['replicad']}", beside))
     return figures
+
+
+def _lines(text: str) -> int:
+    """Those that say something."""
+    return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in text.splitlines())
 
 
 def _figures(target: str, rows: int, changed: int, found: dict[str, tuple[_Ran, _Ran]]) -> list[Figure]:
@@ -104,7 +117,7 @@ def _figures(target: str, rows: int, changed: int, found: dict[str, tuple[_Ran, 
         return ", ".join(f"{name} {amount(count / ran[number].used, 'rows/s')}" for name, ran in found.items())
 
     speed = rows / mine[0].used
-    best = [rows / ran[0].used for name, ran in found.items() if name == "dlt"]
+    best = [max(rows / ran[0].used for name, ran in found.items() if name != "by hand")] if len(found) > 1 else []
     memory = ", ".join(f"{name} {amount(max(each.memory for each in ran), 'B')}" for name, ran in found.items())
     took = ", ".join(f"{name} {ran[0].took:.1f} and {ran[1].took:.1f} s" for name, ran in found.items())
     return [
@@ -137,16 +150,22 @@ def _runs(ours: System, name: str, target: str, every: int) -> tuple[_Ran, _Ran]
 def _program(ours: System, name: str, target: str, to: str) -> Iterator[tuple[list[str], Daemon | None] | None]:
     if name == "replicad":
         with ours.daemon() as daemon:
-            file = ours.folder / "copy.toml"
+            file = ours.folder / FILE
             option = f"parquet:{to}" if target == "parquet" else to
             ours.replicad("pipeline", "init", str(file), "--to", option, "--port", str(daemon.port))
             command = [sys.executable, "-m", "replicad", "pipeline", "run", str(file), "--trigger", "available_now"]
             yield [*command, "--log-level", "warning"], daemon
         return
-    python = os.environ.get("REPLICAD_BENCH_DLT") if name == "dlt" else sys.executable
+    peers = {"dlt": os.environ.get("REPLICAD_BENCH_DLT"), "Sling": os.environ.get("REPLICAD_BENCH_SLING")}
+    python = peers.get(name, sys.executable)
     if python is None:
-        print("dlt is not here and not compared with: see bench/copies.py", file=sys.stderr)
+        print(f"{name} is not here and not compared with: see bench/copies.py", file=sys.stderr)
         yield None
+        return
+    if name == "Sling":
+        into = ["--tgt-conn", to, "--tgt-object", "public.item"]
+        newer = ["--mode", "incremental", "--primary-key", "id", "--update-key", "changed"]
+        yield [python, "run", "--src-conn", ours.url, "--src-stream", "public.item", *into, *newer], None
         return
     file = ours.folder / "program.py"
     file.write_text(DLT if name == "dlt" else HAND, encoding="utf-8")

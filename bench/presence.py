@@ -26,7 +26,6 @@ def run(options: Options) -> list[Figure]:
     users, singly, relays = options.sized(USERS), options.sized(SINGLY), options.sized(RELAYS)
     online, offline, times, across = [], [], [], []
     with system() as ours, ours.daemon() as first:
-        (ours.folder / "ready").unlink()  # the second writes it anew
         ours.replicad("presence", "enable")
         with (
             ours.daemon() as second,

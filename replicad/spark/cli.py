@@ -67,8 +67,8 @@ def run(
     """Read the pods of a tube, look up the rows, write them downstream, and ack the pods.
 
     CONFIG is a TOML file, checked before Spark starts. With trigger = "available_now" the command ends when everything
-    that was in the tube has been written; otherwise on SIGTERM or Ctrl-C, after the current batch. Each batch is logged
-    with its counts.
+    that was in the tube has been written, and every backfill that was scheduled; otherwise on SIGTERM or Ctrl-C, after
+    the current batch. Each batch is logged with its counts.
     """
     settings = read_settings(DatabaseSettings, {"database": database})
 

@@ -42,7 +42,7 @@ from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
 from replicad.spark.parking import SuspectShards, park_refused
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
-from replicad.spark.preflight import Attachments, Watch, check_downstream, wait_until_ready
+from replicad.spark.preflight import Attachments, AwaitedBackfills, Watch, check_downstream, wait_until_ready
 from replicad.spark.reports import BatchReport, PipelineResult, Reporter, ReportThread, record_batch
 from replicad.spark.session import build_session, check_pyspark, quiet_callbacks, refuse_connect, settings_of
 from replicad.spark.sinks.base import Shape
@@ -270,6 +270,7 @@ _PATIENCE = 60.0  # seconds to wait for the current batch when a pipeline ends
 _PATIENCE_FAILING = 5.0  # the same for a batch that failed before
 _BEGINS = 60.0  # seconds for a query of one's own session to begin before the next one may
 _LOOK = 0.2  # seconds between two checks whether the query has ended or must end
+_AWAITED = 1.0  # seconds between two looks whether a backfill has put pods into the tube
 _BACKFILL = "rows that were written before have NULL in new columns; if they should not: replicad tubes backfill {tube}"
 _OUTAGES = (ConnectionLost, DatabaseUnavailable, DownstreamUnavailable)
 _RETRIED = (ConnectionLost, DatabaseError, DataLoss, DownstreamError, LeaseLost, SparkFailed)  # others end the run
@@ -283,9 +284,10 @@ def run(
 ) -> PipelineResult:
     """Run a pipeline to its end and return its counts.
 
-    With the trigger `available_now` it ends when all pods that were there at the start have been read. With an interval
-    it ends when `until` returns True (called several times a second) or with KeyboardInterrupt. A batch that fails is
-    tried again, see `PipelineConfig.tries`. `on_batch` is called after every micro-batch, in another thread.
+    With the trigger `available_now` it ends when all pods that were there at the start have been read, and all
+    backfills that were scheduled. With an interval it ends when `until` returns True (called several times a second) or
+    with KeyboardInterrupt. A batch that fails is tried again, see `PipelineConfig.tries`. `on_batch` is called after
+    every micro-batch, in another thread.
     `spark` is a session, or a function that makes one for this run alone; None: a local one. It is called when the
     daemon and the databases have answered.
 
@@ -330,6 +332,8 @@ class _Run:
         self._attachments = Attachments(config)
         self._suspects: dict[int, str] = {}  # shards whose tables could not be read, with the reasons
         self._failures = 0  # since the last batch that succeeded
+        urls = dict.fromkeys([config.database, *(rule.database for rule in config.rules if rule.database)])
+        self._awaited = {url: AwaitedBackfills(url, config.tube_schema, config.tube) for url in urls}
 
     def wait_until_ready(self) -> bool:
         """Wait until everything that is read can be reached. False if the run must end first."""
@@ -351,7 +355,10 @@ class _Run:
             if self._until(self._result) or not self.wait_until_ready():
                 return self._result
             try:
-                return self._once()
+                self._once()
+                if not self._awaits_backfill(batches):
+                    return self._result
+                backoff.reset()
             except _RETRIED as error:
                 if isinstance(error, DatabaseRefused) or (
                     isinstance(error, DataLoss) and self._checkpoint.read(PARKED) is None
@@ -377,7 +384,26 @@ class _Run:
                 if self._pause(pause):
                     return self._result
 
-    def _once(self) -> PipelineResult:
+    def _awaits_backfill(self, batches: int) -> bool:
+        """Wait for pods of the backfills that were scheduled, which come while the daemon reads the tables. False:
+        there are no more, or the run must end. `batches`: that there were before the query.
+        """
+        if self._config.trigger != AVAILABLE_NOW:
+            return False
+        busy, waited, awaited = self._result.batches > batches, False, list(self._awaited.values())
+        try:
+            while [one for one in awaited if one.look(busy=busy)]:  # each of them looks
+                if any(one.there for one in awaited) and (busy or waited):  # an open transaction may hold them back
+                    return True
+                if self._pause(_AWAITED):
+                    return False
+                busy, waited = False, True
+            return False
+        finally:
+            for url in self._awaited:
+                forget(url)
+
+    def _once(self) -> None:
         """Start the query and wait for its end."""
         runner = make_runner(
             self._config,
@@ -418,7 +444,6 @@ class _Run:
             self._release()
         if self._config.trigger == AVAILABLE_NOW:
             runner.unmark()
-        return self._result
 
     def _start_upkeep(self) -> UpkeepThread:
         """Keep a Delta table small, beside the batches."""

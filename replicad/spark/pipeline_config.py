@@ -164,8 +164,8 @@ class PipelineConfig:
     `checkpoint` is a path, or a URI that Spark's Hadoop reads.
     `columns` are the columns that the downstream gets, `*` for all; `id_column` is always among them. Several columns
     of a key are given with commas; the downstream gets their ids in the column `key` (see `id_name`).
-    `trigger` is `available_now` (end when all pods that were there at the start have been read) or an interval in
-    seconds, 0 for as soon as pods arrive.
+    `trigger` is `available_now` (end when all pods that were there at the start have been read, and all backfills that
+    were scheduled) or an interval in seconds, 0 for as soon as pods arrive.
     `options` are further options of the source by their Spark names, e.g. `{"maxPodsPerTrigger": "5000"}`.
     `numeric` is a name in NUMERIC_FORMS, `out_of_range` one in RANGE_FORMS (columns.py, docs/types.md).
     `new_columns`, a name in NEW_COLUMN_FORMS: what becomes of a column that a table gets (tables.py).

@@ -20,7 +20,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from replicad.errors import ConnectionLost, DatabaseError, DatabaseUnavailable, ReplicadError, UsageError
+from replicad.errors import (
+    ConnectionLost,
+    DatabaseError,
+    DatabaseUnavailable,
+    ReplicadError,
+    TubeRefused,
+    UsageError,
+)
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
 from replicad.spark.checkpoint import DOWNSTREAM, PARKED, Checkpoint
@@ -28,12 +35,14 @@ from replicad.spark.database import forget, literal, patiently, quote
 from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.pipeline_config import AVAILABLE_NOW, PipelineConfig
 from replicad.spark.tables import list_tables
-from replicad.sqlstates import NO_RIGHT, means
+from replicad.sqlstates import MISSING, NO_RIGHT, means
 from replicad.tubes.shards import ALL_SHARDS
 
 ANSWER = 3.0  # seconds for a connection to a daemon and for its answer
 LONGEST_PAUSE = 5.0  # seconds between two tries
 PATIENCE = 60.0  # seconds for which a run that ends by itself waits for what cannot be reached
+STALLED = 600.0  # seconds for which it waits for a backfill that does not go on: a table may be locked for long
+_SAY_EVERY = 60.0  # seconds between two sentences about that
 _PROBE_PAUSE = 1.0  # seconds between two looks at the parts while a pipeline ends
 _LOOK = 0.2  # seconds between two questions whether the run must end
 
@@ -329,3 +338,80 @@ def request_backfill(url: str, schema: str, tube: str, key: str | None) -> int:
             f"--rebuild: the role of the pipeline may not schedule the backfill of tube {tube} ({error}); start it "
             "once as the role of the daemon: replicad pipeline run FILE --rebuild --database URL"
         ) from error
+
+
+_UNFINISHED = "SELECT tbl::text AS tbl, ids FROM {schema}.tube_backfill WHERE tube = {text} AND NOT finished UNION ALL"
+_AWAITED = """
+SELECT coalesce(string_agg(DISTINCT x.tbl, ', '), ''), coalesce(sum(x.ids), 0)::bigint,
+  EXISTS (SELECT FROM {schema}.{tube} p WHERE p.op = 'B' AND p.seq > {after}
+    AND p.payload ->> 'type' IS DISTINCT FROM 'backfill_schedule')
+FROM ({unfinished}
+  SELECT p.payload ->> 'tbl', 0 FROM {schema}.{tube} p
+  WHERE p.op = 'B' AND cardinality(p.ids) = 0 AND p.payload ->> 'type' = 'backfill_schedule'
+) x (tbl, ids)"""
+
+
+class AwaitedBackfills:
+    """The backfills that a run which ends by itself still has to read: scheduled, running, or in the tube.
+
+    Without them such a run would end well right after a backfill was scheduled, and had copied nothing.
+
+    `there`: at the last look some of their pods were in the tube, and not read.
+    """
+
+    def __init__(self, url: str, schema: str, tube: str, *, now: Callable[[], float] = time.monotonic) -> None:
+        """`url`: of the tube's database."""
+        self.there = False
+        self._url = url
+        self._schema = schema
+        self._tube = tube
+        self._now = now
+        self._seen: tuple[str, int, bool] = ("", 0, False)  # tables, the ids that they have put into the tube, `there`
+        self._seen_at = self._said_at = now()
+        self._unseen = False  # whether the role may not read which are running
+
+    def look(self, after: int = -1, *, busy: bool = False) -> bool:
+        """Whether there are some. `after`: up to which seq backfill pods have been read. `busy`: what was read is being
+        written, or was written since the last look.
+
+        Raises:
+            TubeRefused: they do not go on. DatabaseError: Postgres cannot be used.
+        """
+        seen = self._asked(after)
+        tables, ids, self.there = seen
+        now = self._now()
+        if busy or seen != self._seen:
+            self._seen, self._seen_at = seen, now
+        if tables and not self.there and now >= self._said_at + _SAY_EVERY:
+            self._said_at = now
+            log.info("waiting_for_backfill", tube=self._tube, tables=tables[:200], ids=ids)
+        awaited = bool(tables) or self.there
+        if awaited and now >= self._seen_at + STALLED:
+            raise TubeRefused(
+                f"the backfill of {tables[:200] or self._tube} has not gone on for {STALLED:.0f} s, so the copy is not "
+                "complete. Does a daemon serve the database, and is the table locked? See: replicad tubes stats "
+                f"{self._tube}"
+            )
+        return awaited
+
+    def _asked(self, after: int) -> tuple[str, int, bool]:
+        names = {"schema": quote(self._schema), "tube": quote(self._tube), "text": literal(self._tube)}
+        unfinished = "" if self._unseen else _UNFINISHED.format(**names)
+
+        def work(driver: Any) -> tuple[str, int, bool]:
+            with driver.cursor() as cursor:
+                cursor.execute(_AWAITED.format(unfinished=unfinished, after=after, **names))
+                tables, ids, there = cursor.fetchone()
+                return str(tables), int(ids), bool(there)
+
+        try:
+            return patiently(self._url, work, patience=10)
+        except DatabaseError as error:
+            if means(error.sqlstate, MISSING):  # the tube is in another database
+                return "", 0, False
+            if self._unseen or not means(error.sqlstate, NO_RIGHT):
+                raise
+            self._unseen = True
+            grant = f"GRANT SELECT ON {self._schema}.tube_backfill TO the role of the pipeline"
+            log.warning("backfills_not_seen", tube=self._tube, error=str(error), hint=grant)
+            return self._asked(after)

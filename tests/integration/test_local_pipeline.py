@@ -17,10 +17,10 @@ import pytest
 import trio
 
 from replicad.client.blocking_client import BlockingClient
-from replicad.errors import DownstreamError, UsageError
+from replicad.errors import DownstreamError, TubeRefused, UsageError
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Cursor
-from replicad.spark import enrich
+from replicad.spark import enrich, preflight
 from replicad.spark.database import connection, forget
 from replicad.spark.holding import TubeHold
 from replicad.spark.lake import Lake
@@ -151,8 +151,33 @@ async def test_all_tables_of_a_database_come_with_their_keys_and_types(shop: Sho
 
 
 async def eventually_backfilled(shop: Shop) -> None:
-    async with running(shop.config):
-        await eventually(shop.is_equal)
+    """A run that ends by itself has the backfill that is scheduled, however soon after that it begins."""
+    await trio.to_thread.run_sync(shop.run)
+    assert shop.is_equal()
+
+
+async def test_a_run_that_ends_by_itself_has_every_backfill_that_was_scheduled(shop: Shop) -> None:
+    await eventually_backfilled(shop)
+    psql(shop.target, "DELETE FROM customer WHERE id < 100; DELETE FROM film_actor")
+    psql(shop.source, "SELECT count(*) FROM tube.tube_backfill_request('shop', NULL, 0, 100)")
+    await eventually_backfilled(shop)
+    psql(shop.target, "DROP TABLE customer")
+    await trio.to_thread.run_sync(partial(shop.run, rebuild=True))
+    assert shop.is_equal()
+
+
+async def test_a_run_that_ends_by_itself_fails_if_a_backfill_does_not_go_on(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "STALLED", 2.0)
+    await eventually_backfilled(shop)
+    with psycopg.connect(shop.source) as other:
+        other.execute("UPDATE \"Film\" SET title = 'open'")  # a backfill waits for the end of every writer
+        psql(shop.source, "SELECT count(*) FROM tube.tube_backfill_request('shop', NULL, 0, 100)")
+        with pytest.raises(TubeRefused, match=r'"Film".* has not gone on for 2 s'):
+            await trio.to_thread.run_sync(shop.run)
+    monkeypatch.undo()
+    await eventually_backfilled(shop)
 
 
 @pytest.mark.parametrize("found_by", first(1, ["the flush", "the next batch"]))

@@ -194,3 +194,22 @@ def test_a_pipeline_moves_from_one_engine_to_the_other_without_a_backfill(
     back = pipeline.run(replace(on_spark, checkpoint=tmp_path / "new"), spark)
     assert (back.rows_written, back.rows_deleted) == (7, 3)
     assert downstream(database_url) == upstream(database_url)
+
+
+def test_a_run_that_ends_by_itself_has_every_backfill_that_was_scheduled(
+    spark: SparkSession, served: Served, tmp_path: Path
+) -> None:
+    """It is scheduled when the query has planned its end, and has done all that it planned."""
+    make_cities(served.url)
+    sink = PostgresSink(served.url, "dw.cities")
+    scheduled: list[str] = []
+
+    def schedule(*_: object) -> None:
+        if not scheduled:
+            scheduled.append(psql(served.url, "SELECT tube.tube_backfill_schedule('cities', 'id', 0, 9)"))
+
+    psql(served.url, "UPDATE shard_0002.cities SET people = 1 WHERE id = 1")
+    result = pipeline.run(config(served, tmp_path, sink, "available_now"), spark, on_batch=schedule)
+    assert scheduled == ["3"]
+    assert downstream(served.url) == upstream(served.url)
+    assert (result.distinct, waiting(served.url)) == (3 * ROWS + 1, 0)

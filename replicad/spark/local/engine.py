@@ -30,6 +30,7 @@ from replicad.eventlog import get_logger
 from replicad.protocol.tokens import START, Cursor
 from replicad.retry import Backoff
 from replicad.spark.arrow import PodReader, block_batch
+from replicad.spark.database import forget
 from replicad.spark.holding import WHOLE, TubeHold
 from replicad.spark.local.config import LocalConfig
 from replicad.spark.local.tables import attach_new
@@ -37,6 +38,7 @@ from replicad.spark.local.touchlog import MOST_IDS, TouchChunk, TouchLog, ids_to
 from replicad.spark.local.writing import DownstreamThread, Shared
 from replicad.spark.options import SourceOptions, endpoint_of
 from replicad.spark.pipeline_config import AVAILABLE_NOW
+from replicad.spark.preflight import AwaitedBackfills
 from replicad.spark.reports import PipelineResult
 
 READ_PODS = 10_000  # in one answer
@@ -108,8 +110,9 @@ def _were_few(last: TouchChunk | None) -> bool:
 def run_local(config: LocalConfig, until: Callable[[], bool] = lambda: False) -> PipelineResult:
     """Run the pipeline to its end and return its counts, summed over the downstreams.
 
-    With the trigger `available_now` it ends when every downstream has all pods that there were. Otherwise it ends when
-    `until` returns True. While the daemon or the source cannot be reached, it waits and tries again.
+    With the trigger `available_now` it ends when every downstream has all pods that there were, and all backfills that
+    were scheduled. Otherwise it ends when `until` returns True. While the daemon or the source cannot be reached, it
+    waits and tries again.
 
     Raises:
         UsageError, EnvironmentRefused: it cannot start. LeaseHeld: another pipeline or query has the tube.
@@ -236,13 +239,15 @@ class _Engine:
 
     def _read(self, stream: PodStream, term: int) -> None:
         """Read ahead, in a thread of its own."""
+        config, now = self._config, self._config.trigger == AVAILABLE_NOW
+        awaited = AwaitedBackfills(config.database, config.tube_schema, config.tube)
+        settled = False  # whether no backfill was awaited after the last pods
         try:
             patience = time.monotonic() + 5
             while not self._ending.is_set():
                 if self._log.weight >= MOST_IDS:
                     self._log.wait(LOOK)
                     continue
-                now = self._config.trigger == AVAILABLE_NOW
                 backfill = self._log.weight < BACKFILL_AHEAD
                 try:
                     chunk = stream.read(term, backfill=backfill, wait=0.0 if now or not backfill else LONG_POLL)
@@ -253,14 +258,20 @@ class _Engine:
                     continue
                 if chunk is not None:
                     self._log.add(chunk)
+                    settled = False
                 elif not backfill:
                     self._log.wait(0.02)
-                elif now:
+                elif settled:
                     return
+                elif now and awaited.look(stream.cursor.backfill, busy=not self._log.is_empty):
+                    self._log.wait(LOOK)
+                else:
+                    settled = now
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             if not self._ending.is_set():
                 self._reading = error
         finally:
+            forget(config.database)
             self._log.end()
 
     def _ack(self, hold: TubeHold) -> None:

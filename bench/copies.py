@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from pyarrow.dataset import dataset
 
 from bench.report import Figure, Spread, amount
 from bench.system import Daemon, Options, System, cpu, system
@@ -142,8 +143,27 @@ def _runs(ours: System, name: str, target: str, every: int) -> tuple[_Ran, _Ran]
             return None
         command, daemon = begun
         first = _measured(command, daemon)
+        if name == "replicad":
+            _check(ours, target, place, to)
         ours.sql(CHANGE.format(every=every))
-        return first, _measured(command, daemon)
+        second = _measured(command, daemon)
+        if name == "replicad":
+            _check(ours, target, place, to)
+        return first, second
+
+
+def _check(ours: System, target: str, place: Path, to: str) -> None:
+    """Raises RuntimeError: the copy is not equal to the table, so that it counts for nothing."""
+    wanted = ours.sql("SELECT count(*), sum(price) FROM item")
+    if target == "postgres":
+        found = replace(ours, url=to).sql("SELECT count(*), sum(price) FROM item")
+    else:
+        [current] = place.rglob("current")
+        table = dataset(str(current)).to_table(columns=["price"])
+        found = f"{table.num_rows}|{sum(table.column('price').to_pylist()):g}"
+        wanted = f"{wanted.partition('|')[0]}|{float(wanted.partition('|')[2]):g}"
+    if found != wanted:
+        raise RuntimeError(f"the copy into {target} has {found}, and the table {wanted}")
 
 
 @contextmanager

@@ -274,7 +274,7 @@ Examples:
 @click.argument("stream")
 @option("--to", "target", metavar="TARGET", required=True, help="postgresql://... or delta:URI.")
 @option("--table", metavar="NAME", help="The table in Postgres. Default: STREAM_history.")
-@option("--once", is_flag=True, help="End when the history has all changes that there are now.")
+@option("--once", is_flag=True, help="End when the history has all changes that there are now; a snapshot goes on.")
 @option("--accept-gap", is_flag=True, help="Continue if changes were removed from the stream before they were read.")
 @settings_options(ClientSettings)
 def history(

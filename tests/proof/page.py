@@ -30,10 +30,10 @@ table; *writers* are the libraries for programs that write. The others are [tube
 cache and presence beside them. It causes faults in the order of its seed, and compares what each client has with the
 tables by a checker that shares no code with replicad (`tests/forks/ledger.py`). `tests.tubes_torture` does the same
 for workers, with a downstream on another server. On failure both shrink the schedule. A seed gives the order of the
-faults; their exact moments depend on the machine. The seeds 1001 to 1200 were played on 26 and 27 November 2026, each in
-full: 1001 to 1053 on 0.1.0, the others on the commit of the last run below. All passed; 1048 failed twice beside other
-work, when its client over Redis got no connection for two minutes, and then passed three times on a machine that did
-nothing else.
+faults; their exact moments depend on the machine. The seeds 1001 to 1200 were played on 26 and 27 November 2026, each
+in full: 1001 to 1053 on 0.1.0, the others on the commit of the last run below. All passed; 1048 failed twice beside
+other work, when its client over Redis got no connection for two minutes, and then passed three times on a machine that
+did nothing else.
 
 **What this page does not prove.** A run shows that a command passed once on one machine. It is no proof for other
 versions of Postgres, other file systems, or faults that nobody has listed. The machine itself never loses power in

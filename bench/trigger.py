@@ -4,7 +4,7 @@ The same table five times, measured in turns: without a tube, attached to a tube
 (https://github.com/clickup/pg-tube), whose SQL is read from the checkout that the variable PG_TUBE names, and with two
 triggers that show what Postgres itself takes: one that does nothing, and one that only inserts the ids of the
 statement into a table without an index. It shows the throughput, and the processor time of Postgres for each
-statement, which other load on the machine disturbs less.
+statement, which other load on the machine disturbs less. `--only builtin` measures pgbench's own scripts alone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.report import Figure, Spread, rates
 from bench.system import Options, System, system
+from replicad.postgres.programs import find_programs
 
 ROWS = 100_000
 SECONDS = 4.0  # for each measurement
 COPIED = 20_000  # rows in a COPY
 PARTITIONS = 4
+SCALE = 10  # of pgbench's tables: a million accounts
 LIMITS = {  # what the triggers do that show what Postgres takes
     "nothing": ("a trigger that does nothing", ""),
     "plainest": (
@@ -69,7 +71,41 @@ def run(options: Options) -> list[Figure]:
         _make_limits(ours)
         if "peer" in tables:
             ours.sql("SET search_path = peer; SELECT tube_table_ensure_attached('bench', 'shard_0001.peer', 1)")
-        return [figure for kind in _kinds(ours) for figure in _figures(options, ours, kind, tables)]
+        found: list[Figure] = []
+        if options.picks("own"):
+            found += [figure for kind in _kinds(ours) for figure in _figures(options, ours, kind, tables)]
+        if options.picks("builtin"):
+            found += _builtin(options, ours)
+        return found
+
+
+def _builtin(options: Options, ours: System) -> list[Figure]:
+    """Two of the scripts that pgbench brings, in two databases: with a tube on its table of accounts, and without."""
+    pgbench, databases = str(find_programs() / "pgbench"), {}
+    for name in ("without", "attached"):
+        ours.sql(f"CREATE DATABASE {name}")
+        databases[name] = replace(ours, url=ours.url.replace("/postgres?", f"/{name}?", 1))
+        command = [pgbench, "-i", "-q", "-s", str(SCALE), databases[name].url]
+        subprocess.run(command, capture_output=True, check=True)
+    databases["attached"].install()
+    databases["attached"].sql(
+        f"SELECT tube.tube_ensure_exists('bench', {PARTITIONS})",
+        "SELECT tube.tube_table_ensure_attached('bench', 'pgbench_accounts')",
+    )
+    figures = []
+    seconds = max(1, round(SECONDS * min(1, options.scale)))
+    for script in ("simple-update", "tpcb-like"):
+        found: dict[str, list[float]] = {name: [] for name in databases}
+        for _ in range(options.runs):
+            for name, database in databases.items():
+                command = [pgbench, "-b", script, "-c", "4", "-j", "2", "-T", str(seconds), database.url]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                found[name].append(float(done.stdout.rpartition("tps = ")[2].split()[0]))
+            databases["attached"].sql("TRUNCATE tube.bench")
+        ratio = Spread.of_ratios(found["attached"], found["without"])
+        beside = f"without a tube {rates(found['without'], '/s')}"
+        figures.append(Figure(f"pgbench's {script}, 4 clients", rates(found["attached"], "/s"), beside, ratio))
+    return figures
 
 
 def _make_limits(ours: System) -> None:

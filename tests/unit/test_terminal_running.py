@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,14 @@ from replicad.terminal.database import run_async
 
 def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_fresh_process() -> Iterator[None]:
+    """A session of Spark in this process has put a handler of its own there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 async def in_a_callback_of_asyncio(done: list[str]) -> None:

@@ -2,8 +2,8 @@
 
 Two million rows (fewer for many clients) are committed in one transaction while the clients are subscribed. The figure
 is rows delivered in all by the time from the commit, or from the first publication, to the last row. Ours includes
-Postgres, which reads the rows and writes the lines; the others get finished bytes. Over TLS
-there is NATS alone. `--only TLS` and `--only plain` choose.
+Postgres, which reads the rows and writes the lines; the others get finished bytes. Over TLS it is compared with NATS
+alone. `--only TLS` and `--only plain` choose.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
@@ -41,6 +42,7 @@ from tests.commands import replicad_async
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon
 from tests.lengths import first
+from tests.roles import as_role
 
 SHOP = """
 CREATE TABLE customer (id integer PRIMARY KEY, name text NOT NULL, at timestamptz, paid numeric(10, 2));
@@ -164,6 +166,28 @@ async def test_a_run_that_ends_by_itself_has_every_backfill_that_was_scheduled(s
     psql(shop.target, "DROP TABLE customer")
     await trio.to_thread.run_sync(partial(shop.run, rebuild=True))
     assert shop.is_equal()
+
+
+async def test_a_role_that_may_not_read_which_backfills_run_is_told_and_waits_for_those_that_are_scheduled(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rights are those that docs/spark.md asks for."""
+    await eventually_backfilled(shop)
+    role = f"reader_{os.getpid()}"
+    grants = f"GRANT USAGE ON SCHEMA tube TO {role}; GRANT SELECT ON tube.shop TO {role}"
+    psql(shop.source, f"CREATE ROLE {role} LOGIN; {grants}")
+    url = as_role(shop.source, role)
+    awaited = preflight.AwaitedBackfills(url, "tube", "shop")
+    try:
+        assert not await trio.to_thread.run_sync(awaited.look)
+        assert caplog.text.count("backfills_not_seen") == 1
+        assert "GRANT SELECT ON tube.tube_backfill" in caplog.text
+        psql(shop.source, "SELECT count(*) FROM tube.tube_backfill_request('shop', NULL, 0, 100)")
+        assert await trio.to_thread.run_sync(awaited.look)
+        assert caplog.text.count("backfills_not_seen") == 1
+        assert not await trio.to_thread.run_sync(preflight.AwaitedBackfills(url, "tube", "elsewhere").look)
+    finally:
+        psql(shop.source, f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 async def test_a_run_that_ends_by_itself_fails_if_a_backfill_does_not_go_on(

@@ -229,7 +229,17 @@ class World:
                 f"DO $$ BEGIN UPDATE shop SET n = 1 WHERE id = {one}; DELETE FROM shop WHERE id = {other}; END $$",
                 "TRUNCATE shop" if chance.random() < 0.2 else f"UPDATE shop SET n = NULL WHERE {several}",
                 *(["TRUNCATE shop_a"] if "region" in self.form.key and chance.random() < 0.2 else []),
-                *(["UPDATE shop SET region = 'c' WHERE id = 3"] if "region" in self.form.key else []),
+                *(
+                    [
+                        "UPDATE shop SET region = 'c' WHERE id = 3",
+                        f"MERGE INTO shop AS t USING (VALUES {row}, {again}) AS s ({columns}) ON {both} "
+                        "WHEN MATCHED AND t.n = 4 THEN UPDATE SET region = translate(t.region, 'abc', 'bca') "
+                        f"WHEN MATCHED THEN UPDATE SET id = t.id + {KEYS} "
+                        f"WHEN NOT MATCHED THEN INSERT ({columns}) VALUES ({inserted})",
+                    ]
+                    if "region" in self.form.key
+                    else []
+                ),
                 *(
                     [f"UPDATE shop SET big = decode(repeat('ab', {one * 40}), 'hex') WHERE {several}"]
                     if self.form.recorded.omit

@@ -27,7 +27,17 @@ PACKAGE = Path(__file__).parents[1]
 
 _DOWN = "down.sql"  # the file of a part that is not installed: it is run before the part is removed
 # Texts that several parts have in common, each under a name of its own.
-_SHARED = ("reader_body", "incarnation", "run", "fixed_settings", "key_types", "path_text", "safe_path", "belong")
+_SHARED = (
+    "reader_body",
+    "incarnation",
+    "run",
+    "fixed_settings",
+    "key_types",
+    "path_text",
+    "safe_path",
+    "moves",
+    "belong",
+)
 _KINDS = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types", "INDEX": "indexes"}
 _CREATED = re.compile(
     r"^CREATE\s+(?:OR\s+REPLACE\s+|UNLOGGED\s+|UNIQUE\s+)*(FUNCTION|PROCEDURE|TABLE|SEQUENCE|VIEW|TYPE|DOMAIN|INDEX)\s+"

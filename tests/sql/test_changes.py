@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import trio
 
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.bridge import Database, open_database
@@ -70,6 +71,102 @@ async def test_an_update_of_any_number_of_rows_is_recorded_once_for_each_row(dat
 
 
 NAMES = ("r", "t", "n", "q", "gone", "data", "change_new", "change_moment", "Key 1")  # as in the SQL of triggers
+
+
+PARTED = (
+    "CREATE TABLE t (region text, id integer, n integer, PRIMARY KEY (region, id)) PARTITION BY LIST (region);"
+    "CREATE TABLE t_a PARTITION OF t FOR VALUES IN ('a');"
+    "CREATE TABLE t_b PARTITION OF t DEFAULT PARTITION BY RANGE (id); CREATE TABLE t_c PARTITION OF t_b DEFAULT;"
+    "INSERT INTO t VALUES ('a', 1, 0), ('b', 1, 0), ('b', 2, 0), ('b', 3, 0)"
+)
+MERGED = (
+    "MERGE INTO {} AS t USING (VALUES ('b', 10, 1), ('b', 1, 1), ('b', 11, 1), ('b', 2, 2), ('b', 3, 3)) "
+    "AS s (region, id, n) ON t.region = s.region AND t.id = s.id "
+    "WHEN NOT MATCHED THEN INSERT VALUES (s.region, s.id, s.n) "
+    "WHEN MATCHED AND s.n = 1 THEN UPDATE SET n = 1 WHEN MATCHED AND s.n = 2 THEN UPDATE SET id = 20 "
+    "WHEN MATCHED THEN UPDATE SET region = 'a'"
+)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("target", ["t", "t_b"])
+async def test_a_merge_into_partitions_that_inserts_before_it_updates_is_recorded(
+    database: Database, target: str, old: bool
+) -> None:
+    await record(database, PARTED, old=old)
+    merged = MERGED.format(target)
+    if target == "t_b":  # a statement on one of its partitions cannot move a row out of it
+        merged = merged.replace("region = 'a'", "id = 21")
+    await database.execute(merged)
+    assert {(op, tuple(key)) for op, key, _ in await changes(database)} == {
+        ("i", ("b", 10)),
+        ("i", ("b", 11)),
+        ("u", ("b", 1)),
+        ("d", ("b", 2)),
+        ("i", ("b", 20)),
+        ("d", ("b", 3)),
+        ("i", ("a", 3) if target == "t" else ("b", 21)),
+    }
+
+
+@pytest.mark.parametrize("way", ["DO $$ BEGIN {}; END $$", "UPDATE t SET id = 8 WHERE id = 9; {}"])
+async def test_rows_that_a_merge_moves_are_recorded_with_their_old_rows_and_filters(
+    database: Database, way: str
+) -> None:
+    await record(database, PARTED, old=True, filters=("n",))
+    merge = (
+        "MERGE INTO t USING (VALUES (1)) AS s (id) ON t.region = 'b' AND t.id = s.id "
+        "WHEN MATCHED THEN UPDATE SET region = 'a', id = 9, n = 7"
+    )
+    await database.execute(way.format(merge))
+    rows = await database.fetch('SELECT op::text, "row"::text, old::text, by_1 FROM replicad.change_1 ORDER BY id')
+    assert {tuple(row) for row in rows if row["old"]} == {("d", None, '{"region":"b","id":1,"n":0}', "0")}
+    assert {tuple(row)[:2] for row in rows if row["by_1"] == "7"} == {("i", '{"region":"a","id":9,"n":7}')}
+
+
+async def test_rows_that_an_update_moves_are_recorded_once(database: Database) -> None:
+    await record(database, PARTED)
+    await database.execute("UPDATE t SET region = 'a', id = id + 10 WHERE region = 'b'")
+    found = [(op, *key) for op, key, _ in await changes(database)]
+    assert sorted(found) == [*(("d", "b", i) for i in (1, 2, 3)), *(("i", "a", i) for i in (11, 12, 13))]
+
+
+async def test_a_merge_that_moves_rows_after_a_column_came_is_recorded(database: Database) -> None:
+    await record(database, PARTED)
+    await database.execute("ALTER TABLE t ADD COLUMN extra integer DEFAULT 5")
+    await database.execute(
+        MERGED.format("t").replace("VALUES (s.region, s.id, s.n)", "VALUES (s.region, s.id, s.n, 6)")
+    )
+    found = await changes(database)
+    assert {(op, *key) for op, key, _ in found if key and key[1] in (3, 20)} == {
+        ("d", "b", 3),
+        ("i", "a", 3),
+        ("i", "b", 20),
+    }
+    assert {row["extra"] for op, key, row in found if op == "i" and key == ["a", 3]} == {5}
+
+
+async def test_a_partitioned_table_of_an_older_version_gets_what_merge_needs_and_nothing_counts_as_missed(
+    database: Database,
+) -> None:
+    registry = await record(database, PARTED)
+    await database.execute(
+        "DROP TRIGGER replicad_change_1_merge ON t; DROP TRIGGER replicad_change_1_moves ON t;"
+        "DROP TRIGGER replicad_change_1_moved ON t; SELECT replicad.stream_changes_note(1);"
+        "UPDATE replicad.stream_changes SET marks = NULL"
+    )
+    for _ in range(2):
+        assert await registry.look_after_changes() == []
+    await database.execute(
+        "ALTER TABLE t DETACH PARTITION t_a; DROP TABLE t_a; CREATE TABLE t_a PARTITION OF t FOR VALUES IN ('a')"
+    )
+    await database.execute(MERGED.format("t"))
+    assert ("i", ["b", 20]) in [found[:2] for found in await changes(database)]
+    await database.execute("DROP TRIGGER replicad_change_1_merge ON t")
+    [[name, code, _], *_] = await registry.look_after_changes()
+    assert (name, code) == ("t", "changes_missed")
+    await registry.remove("t")
+    assert await database.fetch_value("SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'replicad%'") == 0
 
 
 async def test_columns_may_have_the_names_that_the_trigger_uses(database: Database) -> None:
@@ -337,6 +434,27 @@ async def test_a_chunk_waits_for_writers_that_may_have_lower_ids_and_reports_the
     assert tuple(await database.fetch_row(step)) == (1, 2, True, None)
     assert [found[:2] for found in await changes(database)][-2:] == [("r", 1), ("r", 2)]
     assert (await changes(database))[-2][2]["customer"] == 9
+
+
+async def test_a_chunk_does_not_end_a_transaction_that_locks_a_partition_and_then_the_table(database: Database) -> None:
+    registry = await record(
+        database,
+        "CREATE TABLE t (id bigint PRIMARY KEY) PARTITION BY RANGE (id);"
+        "CREATE TABLE low PARTITION OF t FOR VALUES FROM (0) TO (10); CREATE TABLE high PARTITION OF t DEFAULT;"
+        "INSERT INTO t VALUES (1), (11)",
+    )
+    await registry.request_snapshot("t")
+    async with database.connection() as other:
+        await other.execute("BEGIN; SET LOCAL deadlock_timeout = '1 s'; LOCK TABLE low IN ACCESS EXCLUSIVE MODE")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other.execute, "SELECT pg_sleep(0.05); LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
+            waiting = await registry.snapshot_step(1)
+        assert waiting is not None
+        assert (waiting.rows, waiting.finished, len(waiting.waits_for)) == (0, False, 1)
+        await other.execute("COMMIT")
+    done = await registry.snapshot_step(1)
+    assert done is not None
+    assert (done.rows, done.finished) == (2, True)
 
 
 REFUSED = {

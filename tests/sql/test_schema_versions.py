@@ -29,6 +29,7 @@ RELEASES = [*sorted((Path(__file__).parents[1] / "schema").glob("v*.sql")), None
 # that release is broken by it: "release: schema.name(types)" -> reason.
 CHANGED_FUNCTIONS: dict[str, str] = {
     "v0.1.0: replicad.stream_change_usual(c replicad.stream_changes)": "only functions of the schema called it",
+    "v0.1.0: replicad.stream_changes_ensure(stream_number integer)": "only functions of the schema called it",
 }
 
 # An installation in use, made by the functions of the release.

@@ -69,6 +69,77 @@ async def test_every_way_to_write_is_seen(db: Database, take: Take) -> None:
     assert sorted(i for _, _, ids in pods[8:] for i in ids) == [2, 3]
 
 
+PARTED = (
+    T.replace("(id bigint, v integer)", "(id bigint, v integer) PARTITION BY RANGE (id)")
+    + "CREATE TABLE sh1.low PARTITION OF sh1.t FOR VALUES FROM (0) TO (100);"
+    "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', predicate => 'v > 0');"
+    "CREATE TABLE sh1.high PARTITION OF sh1.t DEFAULT PARTITION BY RANGE (v);"
+    "CREATE TABLE sh1.sub PARTITION OF sh1.high DEFAULT;"
+    "CREATE TABLE sh1.five PARTITION OF sh1.high FOR VALUES FROM (5) TO (6);"
+    "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', predicate => 'v > 0');"
+    "INSERT INTO sh1.t VALUES (1, 0), (2, 1), (3, 1), (400, 1), (401, 1)"
+)
+MERGED = (
+    "MERGE INTO sh1.t USING (VALUES (10), (1), (2), (3), (400)) AS s (id) ON t.id = s.id"
+    " WHEN MATCHED AND t.id = 1 THEN UPDATE SET v = 5 WHEN MATCHED AND t.id = 2 THEN UPDATE SET id = 20"
+    " WHEN MATCHED AND t.id = 3 THEN UPDATE SET id = 300 WHEN MATCHED THEN UPDATE SET v = 5"
+    " WHEN NOT MATCHED THEN INSERT VALUES (s.id, 1)"
+)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "{}",
+        "/* of an application */ {}",
+        "DO $$ BEGIN {}; END $$",
+        "PREPARE p AS {}; EXECUTE p",
+        "CREATE FUNCTION public.f() RETURNS void LANGUAGE sql AS $$ {} $$; SELECT public.f()",
+        "CREATE TABLE public.u (a integer); CREATE FUNCTION public.f() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN {}; RETURN NEW; END $$; CREATE TRIGGER z BEFORE INSERT ON public.u FOR EACH ROW "
+        "EXECUTE FUNCTION public.f(); INSERT INTO public.u VALUES (1)",
+        "UPDATE sh1.t SET id = 500 WHERE id = 401; {}",
+    ],
+)
+async def test_a_merge_into_partitions_is_seen_with_what_it_moves_and_what_it_updates_after_an_insert(
+    db: Database, take: Take, way: str
+) -> None:
+    await db.execute(PARTED)
+    await take("a")
+    await db.execute(way.format(MERGED))
+    seen = {i for _, _, ids in await take("a") for i in ids}
+    assert seen - {401, 500} == {1, 2, 3, 10, 20, 300, 400}
+
+
+async def test_rows_that_an_update_moves_are_seen_once(db: Database, take: Take) -> None:
+    await db.execute(PARTED)
+    await take("a")
+    await db.execute("UPDATE sh1.t SET id = id + 200 WHERE id < 100")
+    assert await take("a") == [("U", 1, [202, 203, 2, 3])]
+    await db.execute("UPDATE sh1.t SET v = 5 WHERE id = 400")
+    assert await take("a") == [("U", 1, [400])]
+
+
+async def test_partitions_take_what_merge_needs_from_their_table_and_all_of_it_goes(db: Database) -> None:
+    triggers = "SELECT count(*) FROM pg_trigger WHERE NOT tgisinternal AND tgname <> 'on_disk'"
+    columns = "SELECT encode(tgargs, 'escape') FROM pg_trigger WHERE tgrelid = 'sh1.t'::regclass AND tgtype & 63 = 19"
+    await db.execute(PARTED)
+    made = await db.fetch_value(triggers)
+    assert made == 5 * 7, "of five tables"
+    assert "{id,v}" in await db.fetch_value(columns)
+    await db.execute("SELECT tube.tube_table_ensure_attached('a', 'sh1.t', predicate => 'v > 0')")
+    assert await db.fetch_value(triggers) == made
+    await db.execute(
+        "CREATE TABLE sh1.more PARTITION OF sh1.t FOR VALUES FROM (1000) TO (2000) PARTITION BY RANGE ((v + 1))"
+    )
+    await db.execute("SELECT tube.tube_table_ensure_attached('a', 'sh1.t', predicate => 'v > 0')")
+    assert "v" not in await db.fetch_value(columns), "an expression: each UPDATE counts"
+    await db.execute("ALTER TABLE sh1.t DETACH PARTITION sh1.low; SELECT tube.tube_triggers_check()")
+    assert await db.fetch_value("SELECT count(*) FROM tube.tube_missed") == 0
+    await db.execute("SELECT tube.tube_table_ensure_detached('a', 'sh1.t')")
+    assert await db.fetch_value(triggers) == 0
+
+
 async def test_a_changed_id_touches_the_old_one_as_well_however_many(db: Database, take: Take) -> None:
     await db.execute(ATTACHED + "INSERT INTO sh1.t SELECT i, 0 FROM generate_series(1, 300) i")
     await take("a")

@@ -202,6 +202,7 @@ class Writer:
         keys = f"(SELECT k({first} + (random() * {IDS - 1})::integer) FROM generate_series(1, {few}))"
         given = f"(SELECT DISTINCT {column} FROM unnest(ARRAY{keys}) AS {column})"
         value = self._chance.randrange(10**6)
+        other = f"k({first + self._chance.randrange(IDS)})"
         on_partition = table == "parts" and self._chance.random() < 0.3  # a statement on a partition itself
         some = "parts_high" if on_partition else table
         return self._chance.choice([
@@ -212,6 +213,9 @@ class Writer:
             f"DELETE FROM {some} WHERE {column} IN {keys}",
             f"MERGE INTO {table} AS t USING {given} AS n ON t.{column} = n.{column} "
             f"WHEN MATCHED AND t.value % 3 = 0 THEN DELETE WHEN MATCHED THEN UPDATE SET value = {value} "
+            f"WHEN NOT MATCHED THEN INSERT VALUES (n.{column}, {value})",
+            f"MERGE INTO {table} AS t USING {given} AS n ON t.{column} = n.{column} WHEN MATCHED AND NOT EXISTS "
+            f"(SELECT FROM {table} AS o WHERE o.{column} = {other}) THEN UPDATE SET {column} = {other} "
             f"WHEN NOT MATCHED THEN INSERT VALUES (n.{column}, {value})",
         ])  # fmt: skip
 

@@ -354,6 +354,7 @@ $$;
 -- nothing, the shape is compared: at READ COMMITTED when the query is planned. In other transactions the plan may be older than their snapshot, so
 -- there it is compared each time. It must be a query: an expression alone is planned with the snapshot of the client's statement, which may have
 -- waited for an ALTER TABLE.
+-- For a row that was moved (stream_change_moves) it is called for the row: that is recorded as stream_change_mixed has it.
 -- Each expression of plpgsql is prepared once in each transaction, so there are few. The setting is written by an assignment and not by PERFORM, which
 -- would start a query. RETURN NEW, which is NULL in a trigger of statements, takes no expression.
 CREATE OR REPLACE FUNCTION stream_change_body(stream_number integer, shape integer) RETURNS text
@@ -398,6 +399,29 @@ BEGIN
             RETURN NEW;
         END IF;$sql$, usual, c.stream) END,
             stream_change_sql(c.stream, event.name, false, shape));
+        IF event.name = 'UPDATE' AND EXISTS (SELECT FROM pg_class x WHERE x.oid = c.source AND x.relkind = 'p') THEN
+            body := body || format($sql$
+    IF TG_LEVEL = 'ROW' THEN
+        IF current_setting('replicad.moves_at', true) IS DISTINCT FROM statement_timestamp()::text THEN
+            change_moment := set_config('replicad.moves', 'off', true);
+            RETURN NEW;
+        ELSIF (SELECT %1$I.stream_shape_seen(%2$s::oid)) <> %3$L::bigint THEN
+            IF TG_OP = 'INSERT' THEN
+                EXECUTE 'WITH change_new AS (SELECT ($1).*) ' || %1$I.stream_change_sql(%4$s, TG_OP, true, %1$I.stream_shape_ensure(%4$s)) USING NEW;
+            ELSE
+                EXECUTE 'WITH change_old AS (SELECT ($1).*) ' || %1$I.stream_change_sql(%4$s, TG_OP, true, %1$I.stream_shape_ensure(%4$s)) USING OLD;
+            END IF;
+        ELSIF TG_OP = 'INSERT' THEN
+            WITH change_new AS (SELECT NEW.*) %5$s;
+        ELSE
+            WITH change_old AS (SELECT OLD.*) %6$s;
+        END IF;
+        change_moment := set_config('replicad.change_%4$s', statement_timestamp()::text, true);
+        RETURN NEW;
+    END IF;$sql$,
+                current_schema(), c.source::oid, seen, c.stream, stream_change_sql(c.stream, 'INSERT', true, shape),
+                stream_change_sql(c.stream, 'DELETE', true, shape));
+        END IF;
     END LOOP;
     RETURN format($sql$
 #variable_conflict use_column
@@ -447,6 +471,15 @@ BEGIN
 END
 $$;
 
+-- stream_change_moves(): BEFORE UPDATE trigger of partitioned tables, for each row whose key changes; its argument is the number of the
+-- stream. A MERGE shows the rows that it moves to another partition to no trigger of statements: Postgres (15 and 18 do) takes them for
+-- deleted and inserted ones, and fires the triggers of DELETE and INSERT only for actions of these names. Triggers for each row see
+-- them. So where the statement may be a MERGE, this turns those on until the client's statement has ended. It is none if the client has sent it itself,
+-- in a text without that word; EXECUTE hides the text. Every other UPDATE is recorded once, by the trigger of statements.
+CREATE OR REPLACE FUNCTION stream_change_moves() RETURNS trigger
+LANGUAGE plpgsql AS $$
+{moves}$$;
+
 -- stream_change_lines(c, query, place, shape, ids): runs a query of op, key, data and the filters' values as the owner of the source,
 -- and puts what it returns into the table of changes, with data in the column `place` (row or old). ids: their ids in their order
 -- (NULL: the next ones). Returns how many there were, and the last of them. Writes the table of changes.
@@ -471,15 +504,41 @@ END
 $$;
 
 -- stream_change_triggers(number, tbl): the triggers of a stream of changes on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE,
--- 32 TRUNCATE), the function, and whether it fires in every session.
+-- 32 TRUNCATE; 1 more for those of rows), the function, and whether it fires in every session. Those that a partition has from its table are left out.
 CREATE OR REPLACE FUNCTION stream_change_triggers(stream_number integer, tbl regclass)
 RETURNS TABLE (name name, event integer, function regprocedure, fires boolean)
 LANGUAGE sql STABLE AS $$
-    SELECT g.tgname, g.tgtype & 60, p.oid::regprocedure, g.tgenabled = 'A' AND g.tgqual IS NULL AND g.tgtype & 1 = 0
+    SELECT g.tgname, g.tgtype & 61, p.oid::regprocedure, g.tgenabled = 'A' AND (g.tgqual IS NULL) = (g.tgtype & 1 = 0)
     FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
-    WHERE g.tgrelid = $2 AND p.pronamespace = quote_ident(current_schema())::regnamespace
-        AND (p.proname = 'change_' || $1 OR p.proname = 'stream_change_truncated'
+    WHERE g.tgrelid = $2 AND g.tgparentid = 0 AND p.pronamespace = quote_ident(current_schema())::regnamespace
+        AND (p.proname = 'change_' || $1 OR p.proname IN ('stream_change_truncated', 'stream_change_moves')
             AND g.tgargs = convert_to($1::text, getdatabaseencoding()) || decode('00', 'hex'))
+$$;
+
+-- stream_change_wanted(number, tbl): the triggers that a stream of changes needs on one table of its source: the event as stream_change_triggers has it,
+-- the end of the name, and the SQL that follows the name in CREATE TRIGGER, with %s for the table.
+--
+-- Those of rows are on partitioned sources, from which the partitions have them. That for INSERT never fires. Without it, Postgres 18
+-- gives the AFTER UPDATE trigger of a MERGE the row that the MERGE inserted last in place of each row that it updates after that:
+-- tcs_original_insert_tuple in its nodeModifyTable.c is left set. For the others see stream_change_moves.
+CREATE OR REPLACE FUNCTION stream_change_wanted(stream_number integer, tbl regclass) RETURNS TABLE (event integer, moment text, sql text)
+LANGUAGE sql STABLE AS $$
+    SELECT w.event, w.moment, format(w.sql, '%s', current_schema(), c.stream, k.old, k.new)
+    FROM stream_changes c JOIN pg_class x ON x.oid = tbl
+        CROSS JOIN LATERAL (
+            SELECT string_agg(format('OLD.%I', a.attname), ', ' ORDER BY a.attnum) AS old, string_agg(format('NEW.%I', a.attname), ', ' ORDER BY a.attnum) AS new
+            FROM pg_attribute a WHERE a.attrelid = c.source AND a.attnum = ANY (c.key) AND a.attgenerated = ''  -- which no partition depends on
+        ) AS k
+        CROSS JOIN (VALUES
+            (4, 'insert', 'AFTER INSERT ON %s REFERENCING NEW TABLE AS change_new FOR EACH STATEMENT EXECUTE FUNCTION %I.change_%s()'),
+            (16, 'update', 'AFTER UPDATE ON %s REFERENCING NEW TABLE AS change_new OLD TABLE AS change_old FOR EACH STATEMENT EXECUTE FUNCTION %I.change_%s()'),
+            (8, 'delete', 'AFTER DELETE ON %s REFERENCING OLD TABLE AS change_old FOR EACH STATEMENT EXECUTE FUNCTION %I.change_%s()'),
+            (32, 'truncate', 'BEFORE TRUNCATE ON %s FOR EACH STATEMENT EXECUTE FUNCTION %I.stream_change_truncated(%s)'),
+            (5, 'merge', 'BEFORE INSERT ON %s FOR EACH ROW WHEN (false) EXECUTE FUNCTION %I.stream_change_moves(%s)'),
+            (17, 'moves', 'BEFORE UPDATE ON %s FOR EACH ROW WHEN (NOT pg_catalog.record_image_eq(ROW(%4$s), ROW(%5$s))) EXECUTE FUNCTION %2$I.stream_change_moves(%3$s)'),
+            (13, 'moved', 'AFTER INSERT OR DELETE ON %s FOR EACH ROW WHEN (current_setting(''replicad.moves'', true) = ''on'') EXECUTE FUNCTION %I.change_%s()')
+        ) AS w (event, moment, sql)
+    WHERE c.stream = stream_number AND (w.event & 1 = 0 OR tbl = c.source AND x.relkind = 'p' AND k.old IS NOT NULL)
 $$;
 
 -- stream_owner_remedy(owner, call): what lets the asking role do what only this owner may do: membership, or a superuser who does it.
@@ -556,36 +615,35 @@ BEGIN
 END
 $$;
 
--- stream_changes_ensure(number): makes the function and the triggers of a stream of changes as they should be: of all partitions, enabled.
--- Where it changes triggers, writers of the table wait for the transaction's end. Raises RS002 and insufficient_privilege, with the remedy,
--- where only another role may. Writes functions and triggers.
-CREATE OR REPLACE FUNCTION stream_changes_ensure(stream_number integer) RETURNS void
+-- stream_changes_ensure(number, of_rows): makes the function and the triggers of a stream of changes as they should be: of all partitions, enabled.
+-- of_rows: only the triggers of rows, which older versions did not make. Where it changes triggers, writers of the table wait for the transaction's
+-- end. Returns whether it made a trigger. Raises RS002 and insufficient_privilege, with the remedy, where only another role may. Writes functions
+-- and triggers.
+CREATE OR REPLACE FUNCTION stream_changes_ensure(stream_number integer, of_rows boolean = false) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE
     c stream_changes;
     member regclass;
     wanted record;
+    made boolean := false;
 BEGIN
     PERFORM stream_change_function_ensure(stream_number);
     SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
     FOR member IN SELECT t FROM stream_tables(c.source) t LOOP
         FOR wanted IN
-            SELECT * FROM (VALUES
-                (4, 'insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS change_new', format('change_%s()', c.stream)),
-                (16, 'update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS change_new OLD TABLE AS change_old', format('change_%s()', c.stream)),
-                (8, 'delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS change_old', format('change_%s()', c.stream)),
-                (32, 'truncate', 'BEFORE TRUNCATE', '', format('stream_change_truncated(%s)', c.stream))
-            ) AS w (bit, moment, event, transitions, call)
+            SELECT * FROM stream_change_wanted(c.stream, member) w WHERE w.event & 1 = 1 OR NOT of_rows
         LOOP
-            IF NOT EXISTS (SELECT FROM stream_change_triggers(c.stream, member) g WHERE g.event = wanted.bit AND g.fires) THEN
-                EXECUTE format('CREATE OR REPLACE TRIGGER replicad_change_%s_%s %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION %I.%s',
-                    c.stream, wanted.moment, wanted.event, stream_qualified(member), wanted.transitions, current_schema(), wanted.call);
+            IF NOT EXISTS (SELECT FROM stream_change_triggers(c.stream, member) g WHERE g.event = wanted.event AND g.fires) THEN
+                EXECUTE format('CREATE OR REPLACE TRIGGER replicad_change_%s_%s ', c.stream, wanted.moment)
+                    || format(wanted.sql, stream_qualified(member));
                 -- also in sessions with session_replication_role = replica
                 EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER replicad_change_%s_%s', stream_qualified(member), c.stream,
                     wanted.moment);
+                made := true;
             END IF;
         END LOOP;
     END LOOP;
+    RETURN made;
 EXCEPTION WHEN insufficient_privilege THEN
     IF member IS NULL THEN
         RAISE;  -- by stream_change_function_ensure
@@ -861,8 +919,8 @@ BEGIN
     END IF;
     FOR present IN
         SELECT g.tgname, stream_qualified(g.tgrelid) AS tbl FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
-        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
-            AND (p.proname = 'change_' || stream_number OR p.proname = 'stream_change_truncated'
+        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND g.tgparentid = 0
+            AND (p.proname = 'change_' || stream_number OR p.proname IN ('stream_change_truncated', 'stream_change_moves')
                 AND g.tgargs = convert_to(stream_number::text, getdatabaseencoding()) || decode('00', 'hex'))
     LOOP
         EXECUTE format('DROP TRIGGER %I ON %s', present.tgname, present.tbl);
@@ -893,7 +951,7 @@ BEGIN
         RETURN format('the table whose changes it has was dropped; run: replicad streams remove %s', stream_shell(s.name));
     END IF;
     SELECT t INTO member FROM stream_tables(c.source) t
-        WHERE 4 > (SELECT count(*) FROM stream_change_triggers(c.stream, t) g WHERE g.fires) LIMIT 1;
+        WHERE (SELECT count(*) FROM stream_change_wanted(c.stream, t)) > (SELECT count(*) FROM stream_change_triggers(c.stream, t) g WHERE g.fires) LIMIT 1;
     IF FOUND THEN
         RETURN format('triggers of replicad on %s are missing or disabled, so changes of it are not recorded; run: %s', member, again);
     END IF;

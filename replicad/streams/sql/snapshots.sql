@@ -63,8 +63,9 @@ $$;
 
 -- stream_snapshot_step(number, size, patience): the next chunk of the oldest unfinished snapshot of a stream, with up to `size` rows.
 -- Returns one row: the snapshot's number, how many rows it has sent, whether it is finished, and the transactions that it waited
--- for longer than `patience` (then nothing was sent); nothing where there is no snapshot, or another session is at it. Raises RS002
--- above READ COMMITTED. Writes the table of changes and stream_snapshot.
+-- for longer than `patience` (then nothing was sent); nothing where there is no snapshot, or another session is at it. For a lock on the
+-- table itself it waits for 0.1 s only, and so for less than deadlock_timeout: a transaction that locks a partition and then the whole
+-- table is not ended for its sake. Raises RS002 above READ COMMITTED. Writes the table of changes and stream_snapshot.
 CREATE OR REPLACE FUNCTION stream_snapshot_step(
     stream_number integer, size integer = 2000, patience interval = '10 s', OUT number integer, OUT sent bigint, OUT finished boolean,
     OUT waits_for text[]
@@ -86,6 +87,7 @@ DECLARE
     seen bigint;
     count bigint;
     last json;
+    lock_patience text := current_setting('lock_timeout');
 BEGIN
     PERFORM stream_refuse('a snapshot is taken at the isolation level READ COMMITTED', 'run this in a transaction of its own')
         WHERE current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted');
@@ -137,9 +139,16 @@ BEGIN
                 FROM unnest(key) WITH ORDINALITY AS k (name, n));
         c.path := w.path;
         BEGIN
+            PERFORM set_config('lock_timeout', '100ms', true);
             SELECT l.count, l.last INTO count, last
                 FROM stream_change_lines(c, format('SELECT ''r'' AS op, q.* FROM (%s) AS q', query), 'row', shape, ids) l;
-        EXCEPTION WHEN undefined_column OR feature_not_supported THEN
+            PERFORM set_config('lock_timeout', lock_patience, true);
+        EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+            waits_for := (SELECT array_agg(DISTINCT l.virtualtransaction) FROM pg_locks l JOIN stream_tables(c.source) t ON t::oid = l.relation
+                WHERE l.granted AND l.mode = 'AccessExclusiveLock' AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database()));
+            RETURN NEXT;
+            RETURN;
+        WHEN undefined_column OR feature_not_supported THEN
             IF stream_shape_seen(c.source) = seen THEN
                 RAISE;
             END IF;
@@ -166,17 +175,13 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- stream_change_marks(number): the tables of the source of a stream of changes, each with what identifies the rows of its triggers in pg_trigger,
--- and whether all of them fire. A trigger that is disabled and enabled again has another row.
+-- and whether all triggers of statements fire. A trigger that is disabled and enabled again has another row.
 CREATE OR REPLACE FUNCTION stream_change_marks(stream_number integer) RETURNS TABLE (member oid, marks text, fires boolean)
 LANGUAGE sql STABLE AS $$
     SELECT t::oid, coalesce(g.marks, ''), coalesce(g.firing, 0) = 4
     FROM stream_changes c CROSS JOIN stream_tables(c.source) t LEFT JOIN LATERAL (
-        SELECT string_agg(g.oid || ':' || g.xmin, ' ' ORDER BY g.oid) AS marks,
-            count(*) FILTER (WHERE g.tgenabled = 'A' AND g.tgqual IS NULL AND g.tgtype & 1 = 0) AS firing
-        FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
-        WHERE g.tgrelid = t AND p.pronamespace = quote_ident(current_schema())::regnamespace
-            AND (p.proname = 'change_' || stream_number OR p.proname = 'stream_change_truncated'
-                AND g.tgargs = convert_to(stream_number::text, getdatabaseencoding()) || decode('00', 'hex'))
+        SELECT string_agg(x.oid || ':' || x.xmin, ' ' ORDER BY x.oid) AS marks, count(*) FILTER (WHERE g.fires AND g.event & 1 = 0) AS firing
+        FROM stream_change_triggers(stream_number, t) g JOIN pg_trigger x ON x.tgrelid = t AND x.tgname = g.name
     ) AS g ON true
     WHERE c.stream = stream_number AND EXISTS (SELECT FROM pg_class x WHERE x.oid = c.source)
 $$;
@@ -235,7 +240,10 @@ BEGIN
             END IF;
             SELECT concat_ws(' ', stream_shape_seen(c.source), k.relowner, stream_runs_as(c.source)) INTO made FROM pg_class k WHERE k.oid = c.source;
             IF made IS DISTINCT FROM c.marks THEN
-                PERFORM stream_change_function_ensure(c.stream);
+                IF stream_changes_ensure(c.stream, of_rows => true) THEN
+                    UPDATE stream_change_member x SET marks = n.marks FROM stream_change_marks(c.stream) n
+                        WHERE x.stream = c.stream AND x.member = n.member AND n.member = c.source;
+                END IF;
                 UPDATE stream_changes x SET marks = made WHERE x.stream = c.stream;
             END IF;
             code := NULL;

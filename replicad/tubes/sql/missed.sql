@@ -114,10 +114,10 @@ BEGIN
         SELECT c.tube, c.tbl, g.* FROM chosen c CROSS JOIN LATERAL (
             SELECT t.oid, t.xmin, t.tgfoid, t.tgargs, t.tgtype, t.tgenabled IN ('O', 'A') AND t.tgqual IS NULL
                 AND t.tgtype & 1 = 0 AS fires
-            FROM pg_trigger t WHERE t.tgrelid = c.tbl OFFSET 0
+            FROM pg_trigger t WHERE t.tgrelid = c.tbl AND t.tgparentid = 0 OFFSET 0
         ) AS g
     ), functions AS MATERIALIZED (
-        SELECT p.oid, p.proname = 'tube_truncate_trigger' AS truncates, d.description
+        SELECT p.oid, p.proname IN ('tube_truncate_trigger', 'tube_moves') AS named, d.description
         FROM (SELECT DISTINCT x.tgfoid FROM present x) AS used
             JOIN pg_proc p ON p.oid = used.tgfoid AND p.pronamespace = quote_ident(current_schema())::regnamespace
             LEFT JOIN pg_description d ON d.objoid = p.oid AND d.classoid = 'pg_proc'::regclass AND d.objsubid = 0
@@ -125,7 +125,7 @@ BEGIN
         SELECT x.tube, x.tbl, string_agg(x.oid || ':' || x.xmin, ' ' ORDER BY x.oid) AS marks,
             bit_or(CASE WHEN x.fires THEN x.tgtype::integer END) AS events
         FROM present x JOIN functions f ON f.oid = x.tgfoid
-        WHERE CASE WHEN f.truncates THEN x.tgargs = convert_to(x.tube, getdatabaseencoding()) || decode('00', 'hex')
+        WHERE CASE WHEN f.named THEN position(tube_arguments(ARRAY[x.tube]) IN x.tgargs) = 1
             ELSE f.description = 'replicad: touches tube ' || x.tube END
         GROUP BY 1, 2
     )

@@ -62,7 +62,7 @@ $$;
 -- of a statement. predicate is the result of tube_where. The function gets the shard as its argument. Writes nothing itself.
 --
 -- An update touches the new rows. If a row no longer passes the predicate, or has another shard or id, the old row is
--- touched too, because the downstream must delete it.
+-- touched too, because the downstream must delete it. A row that was moved (tube_moves) is touched by triggers for each row.
 -- variable_conflict use_column: a column of the table may have the name of a variable.
 -- RETURN NEW, which is NULL in a trigger of statements, takes no expression: plpgsql would prepare one once in each transaction.
 CREATE OR REPLACE FUNCTION tube_trigger_body(tube text, key name[], kind text, predicate text, routing text) RETURNS text
@@ -70,6 +70,10 @@ LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $outer$
 DECLARE
     rows_now text := tube_rows_sql('tube_new_rows', key, kind, predicate, routing);
     rows_before text := tube_rows_sql('tube_old_rows', key, kind, predicate, routing);
+    moved text[] := ARRAY(
+        SELECT tube_noted_sql(tube, tube_insert_sql(tube, tube_op_sql('''U'''), 'TG_ARGV[0]::integer',
+            tube_rows_sql(format('(SELECT %s.*)', row), key, kind, predicate, routing), routed => routing IS NOT NULL))
+        FROM unnest('{NEW,OLD}'::text[]) AS row);
     rows_either text := format('(%1$s) UNION ALL ((%2$s) EXCEPT (%1$s))', rows_now, rows_before);
     event record;
     body text := '';
@@ -88,6 +92,17 @@ BEGIN
             END,
             tube_noted_sql(tube, tube_insert_sql(tube, tube_op_sql(quote_literal(event.op)), 'TG_ARGV[0]::integer',
                 event.rows, tube_pod_size(kind)::text, routed => routing IS NOT NULL)));
+        IF event.name = 'UPDATE' THEN  -- which rows have no trigger for
+            body := body || format($sql$    IF TG_LEVEL = 'ROW' THEN
+        IF current_setting('replicad.moves_at', true) IS DISTINCT FROM statement_timestamp()::text THEN
+            PERFORM set_config('replicad.moves', 'off', true);
+        ELSIF TG_OP = 'INSERT' THEN%s;
+        ELSE%s;
+        END IF;
+        RETURN NEW;
+    END IF;
+$sql$, moved[1], moved[2]);
+        END IF;
     END LOOP;
     RETURN format(E'\n#variable_conflict use_column\nBEGIN\n%s    RETURN NEW;\nEND\n', body);
 END
@@ -214,6 +229,23 @@ $$;
 REVOKE EXECUTE ON FUNCTION tube_truncate_trigger() FROM PUBLIC;
 DO $$ BEGIN EXECUTE 'ALTER FUNCTION tube_truncate_trigger()' || tube_fixed_sql(); END $$;
 
+-- tube_moves(): BEFORE UPDATE trigger of partitioned tables, for each row in which a column changes that a partition depends on; its
+-- first argument is the tube. A MERGE shows the rows that it moves to another partition to no trigger of statements: Postgres
+-- (15 and 18 do) takes them for deleted and inserted ones, and fires the triggers of DELETE and INSERT only for actions of these names. Triggers for
+-- each row see them. So where the statement may be a MERGE, this turns those on until the client's statement has ended. It is none if the
+-- client has sent it itself, in a text without that word; EXECUTE hides the text. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_moves() RETURNS trigger
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+{moves}$$;
+
+-- tube_moves_columns(tbl): the columns on which the partitions of a table depend, at any depth. NULL where one depends on an expression.
+CREATE OR REPLACE FUNCTION tube_moves_columns(tbl regclass) RETURNS name[]
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT CASE WHEN NOT bool_or(n.number = 0) THEN array_agg(DISTINCT a.attname) END
+    FROM tube_members(tbl) m JOIN pg_partitioned_table p ON p.partrelid = m CROSS JOIN unnest(p.partattrs::smallint[]) AS n (number)
+        LEFT JOIN pg_attribute a ON a.attrelid = m AND a.attnum = n.number
+$$;
+
 -- tube_infer_shard(tbl): the number at the end of the name of the table's schema, or NULL. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_infer_shard(tbl regclass) RETURNS integer
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
@@ -265,34 +297,47 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     FROM pg_class c WHERE c.oid = tbl
 $$;
 
--- tube_triggers_of(tube, tbl): the tube's triggers on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE, 32 TRUNCATE),
--- the function, its argument, and whether it fires. They are found by the functions that they call, because a table
--- and its triggers can be renamed. Writes nothing.
+-- tube_triggers_of(tube, tbl): the tube's triggers on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE, 32 TRUNCATE; 1 more for
+-- those of rows), the function, its argument (of several: as pg_trigger has them, escaped), and whether it fires. They are found by the functions that they call, because a
+-- table and its triggers can be renamed. Those that a partition has from its table are left out. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_triggers_of(tube text, tbl regclass)
 RETURNS TABLE (name name, event integer, function regprocedure, argument text, fires boolean)
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 BEGIN
     RETURN QUERY
-    SELECT g.tgname, g.tgtype & 60, p.oid::regprocedure,
-        CASE WHEN g.tgnargs = 1 THEN
-            convert_from(substring(g.tgargs FROM 1 FOR length(g.tgargs) - 1), getdatabaseencoding()) END,
-        g.tgenabled IN ('O', 'A') AND g.tgqual IS NULL AND g.tgtype & 1 = 0
+    SELECT g.tgname, g.tgtype & 61, p.oid::regprocedure,
+        CASE WHEN g.tgnargs = 1 THEN convert_from(substring(g.tgargs FROM 1 FOR length(g.tgargs) - 1), getdatabaseencoding())
+            ELSE encode(g.tgargs, 'escape') END,
+        g.tgenabled IN ('O', 'A') AND (g.tgqual IS NULL OR g.tgtype & 1 = 1)
     FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
-    WHERE g.tgrelid = $2 AND p.pronamespace = quote_ident(current_schema())::regnamespace
+    WHERE g.tgrelid = $2 AND g.tgparentid = 0 AND p.pronamespace = quote_ident(current_schema())::regnamespace
         AND ('replicad: touches tube ' || $1 = (SELECT d.description FROM pg_description d
                 WHERE d.objoid = p.oid AND d.classoid = 'pg_proc'::regclass AND d.objsubid = 0)
-            OR p.proname = 'tube_truncate_trigger'
-                AND g.tgargs = convert_to($1, getdatabaseencoding()) || decode('00', 'hex'));
+            OR p.proname IN ('tube_truncate_trigger', 'tube_moves') AND position(tube_arguments(ARRAY[$1]) IN g.tgargs) = 1);
 END
+$$;
+
+-- tube_arguments(arguments): how pg_trigger has the arguments of a trigger.
+CREATE OR REPLACE FUNCTION tube_arguments(arguments text[]) RETURNS bytea
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT string_agg(convert_to(a.argument, getdatabaseencoding()) || decode('00', 'hex'), '' ORDER BY a.n) FROM unnest(arguments) WITH ORDINALITY AS a (argument, n)
 $$;
 
 -- tube_triggers_ensure(tube, tbl, function, shard): makes the tube have exactly one trigger for each event on one table: it
 -- keeps a trigger that is as wanted, whatever its name, or replaces it, drops others, and creates missing triggers, under
 -- another name if a trigger that does not belong to the tube has its name. Writes triggers.
+--
+-- A partitioned table has triggers for each row besides, from which the partitions have theirs. That for INSERT never fires. Without it, Postgres 18
+-- gives the AFTER UPDATE trigger of a MERGE the row that the MERGE inserted last in place of each row that it updates after that:
+-- tcs_original_insert_tuple in its nodeModifyTable.c is left set. For the others see tube_moves.
 CREATE OR REPLACE FUNCTION tube_triggers_ensure(tube text, tbl regclass, function text, shard integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
+    moves name[] := tube_moves_columns(tbl);
+    rows boolean := EXISTS (SELECT FROM pg_class c WHERE c.oid = tbl AND c.relkind = 'p') AND NOT EXISTS (
+        SELECT FROM pg_inherits i JOIN tube_attachment a ON a.tube = tube_triggers_ensure.tube AND a.tbl = i.inhparent
+        WHERE i.inhrelid = tube_triggers_ensure.tbl);
     wanted record;
     present record;
     replaced name;
@@ -301,17 +346,24 @@ BEGIN
     FOR wanted IN
         SELECT tube_trigger_name(tbl, tube, w.moment) AS name, w.*, to_regprocedure(w.function || '()') AS called
         FROM (VALUES
-            (4, 'after_insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS tube_new_rows', function, shard::text),
-            (16, 'after_update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS tube_new_rows OLD TABLE AS tube_old_rows',
-                function, shard::text),
-            (8, 'after_delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS tube_old_rows', function, shard::text),
-            (32, 'before_truncate', 'BEFORE TRUNCATE', '', format('%I.tube_truncate_trigger', current_schema()), tube)
-        ) AS w (bit, moment, event, transitions, function, argument)
+            (4, 'after_insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS tube_new_rows FOR EACH STATEMENT', function, ARRAY[shard::text]),
+            (16, 'after_update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS tube_new_rows OLD TABLE AS tube_old_rows FOR EACH STATEMENT',
+                function, ARRAY[shard::text]),
+            (8, 'after_delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS tube_old_rows FOR EACH STATEMENT', function, ARRAY[shard::text]),
+            (32, 'before_truncate', 'BEFORE TRUNCATE', 'FOR EACH STATEMENT', format('%I.tube_truncate_trigger', current_schema()), ARRAY[tube]),
+            (5, 'before_insert', 'BEFORE INSERT', 'FOR EACH ROW WHEN (false)', format('%I.tube_moves', current_schema()), ARRAY[tube]),
+            (17, 'before_update', 'BEFORE UPDATE', 'FOR EACH ROW' || coalesce((
+                SELECT format(' WHEN (NOT pg_catalog.record_image_eq(ROW(%s), ROW(%s)))', string_agg(format('OLD.%I', m), ', '), string_agg(format('NEW.%I', m), ', '))
+                FROM unnest(moves) m), ''), format('%I.tube_moves', current_schema()), ARRAY[tube, coalesce(moves::text, '')]),
+            (13, 'after_move', 'AFTER INSERT OR DELETE', 'FOR EACH ROW WHEN (current_setting(''replicad.moves'', true) = ''on'')', function, ARRAY[shard::text])
+        ) AS w (bit, moment, event, form, function, arguments)
+        WHERE rows OR w.bit & 1 = 0
     LOOP
         replaced := NULL;
         kept := false;
         FOR present IN SELECT * FROM (
-            SELECT x.*, x.fires AND (x.function, x.argument) = (wanted.called, wanted.argument) AS fits
+            SELECT x.*, x.fires AND (x.function, x.argument) = (wanted.called,
+                CASE cardinality(wanted.arguments) WHEN 1 THEN wanted.arguments[1] ELSE encode(tube_arguments(wanted.arguments), 'escape') END) AS fits
             FROM tube_triggers_of(tube, tbl) x WHERE x.event = wanted.bit
         ) AS judged ORDER BY judged.fits DESC NULLS LAST, judged.name
         LOOP
@@ -331,9 +383,8 @@ BEGIN
             END LOOP;
         END IF;
         -- Replacing a trigger enables it, and does not make readers of the table wait as DROP TRIGGER does.
-        EXECUTE format('CREATE OR REPLACE TRIGGER %I %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION %s(%L)',
-            replaced, wanted.event, tube_qualified(tbl), wanted.transitions, wanted.function,
-            wanted.argument);
+        EXECUTE format('CREATE OR REPLACE TRIGGER %I %s ON %s %s EXECUTE FUNCTION %s(%s)', replaced, wanted.event, tube_qualified(tbl), wanted.form,
+            wanted.function, (SELECT string_agg(quote_literal(a), ', ' ORDER BY n) FROM unnest(wanted.arguments) WITH ORDINALITY AS w (a, n)));
     END LOOP;
 END
 $$;

@@ -316,6 +316,10 @@ class World:
         line: str = await self.db.fetch_value("SELECT row_sql FROM replicad.stream WHERE number = $1", stream)
         return line
 
+    async def taken(self) -> int:
+        """The last id that was given out: no copy of the server made until now has one beyond it."""
+        return int(await self.db.fetch_value(f"SELECT last_value FROM replicad.change_{self.stream}_id_seq"))
+
     async def last_id(self) -> int:
         """The id of the last change."""
         return int(await self.db.fetch_value(f"SELECT max(id) FROM replicad.change_{self.stream}"))

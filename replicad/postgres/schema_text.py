@@ -36,6 +36,7 @@ _SHARED = (
     "path_text",
     "safe_path",
     "moves",
+    "moves_columns",
     "belong",
 )
 _KINDS = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types", "INDEX": "indexes"}

@@ -146,6 +146,35 @@ async def test_a_merge_that_moves_rows_after_a_column_came_is_recorded(database:
     assert {row["extra"] for op, key, row in found if op == "i" and key == ["a", 3]} == {5}
 
 
+async def test_a_column_of_the_key_may_get_another_type_where_no_partition_depends_on_it(database: Database) -> None:
+    registry = await record(
+        database,
+        PARTED.replace("PARTITION BY RANGE (id)", "").replace("CREATE TABLE t_c PARTITION OF t_b DEFAULT;", ""),
+    )
+    await database.execute("ALTER TABLE t ALTER COLUMN id TYPE bigint")
+    assert await registry.look_after_changes() == []
+    await database.execute("UPDATE t SET id = 5000000000 WHERE region = 'a'")
+    found = await changes(database)
+    assert sorted(one[:2] for one in found[-2:]) == [("d", ["a", 1]), ("i", ["a", 5000000000])]
+
+
+async def test_a_new_partition_that_depends_on_another_column_is_followed_there_too(database: Database) -> None:
+    registry = await record(
+        database,
+        "CREATE TABLE t (region text, id integer, n integer, PRIMARY KEY (region, id)) PARTITION BY LIST (region);"
+        "CREATE TABLE t_a PARTITION OF t DEFAULT",
+    )
+    await database.execute(
+        "CREATE TABLE t_b PARTITION OF t FOR VALUES IN ('b') PARTITION BY RANGE (id);"
+        "CREATE TABLE t_low PARTITION OF t_b FOR VALUES FROM (0) TO (10); CREATE TABLE t_high PARTITION OF t_b DEFAULT;"
+        "INSERT INTO t VALUES ('b', 1, 0)"
+    )
+    assert await registry.look_after_changes() == []
+    merge = "MERGE INTO t USING (VALUES (1)) AS s (id) ON t.id = s.id WHEN MATCHED THEN UPDATE SET id = 20"
+    await database.execute(merge)
+    assert {(op, *key) for op, key, _ in await changes(database) if key} >= {("d", "b", 1), ("i", "b", 20)}
+
+
 async def test_a_partitioned_table_of_an_older_version_gets_what_merge_needs_and_nothing_counts_as_missed(
     database: Database,
 ) -> None:

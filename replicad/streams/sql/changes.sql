@@ -471,14 +471,19 @@ BEGIN
 END
 $$;
 
--- stream_change_moves(): BEFORE UPDATE trigger of partitioned tables, for each row whose key changes; its argument is the number of the
--- stream. A MERGE shows the rows that it moves to another partition to no trigger of statements: Postgres (15 and 18 do) takes them for
--- deleted and inserted ones, and fires the triggers of DELETE and INSERT only for actions of these names. Triggers for each row see
--- them. So where the statement may be a MERGE, this turns those on until the client's statement has ended. It is none if the client has sent it itself,
--- in a text without that word; EXECUTE hides the text. Every other UPDATE is recorded once, by the trigger of statements.
+-- stream_change_moves(): BEFORE UPDATE trigger of partitioned tables, for each row in which a column changes that a partition depends on; its
+-- arguments are the number of the stream, and these columns. A MERGE shows the rows that it moves to another partition to no trigger of
+-- statements: Postgres (15 and 18 do) takes them for deleted and inserted ones, and fires the triggers of DELETE and INSERT only for actions of these
+-- names. Triggers for each row see them. So where the statement may be a MERGE, this turns those on until the client's statement has ended. It is none if
+-- the client has sent it itself, in a text without that word; EXECUTE hides the text. Every other UPDATE is recorded once, by the trigger of statements.
 CREATE OR REPLACE FUNCTION stream_change_moves() RETURNS trigger
 LANGUAGE plpgsql AS $$
 {moves}$$;
+
+-- stream_moves_columns(tbl): the columns on which the partitions of a table depend, at any depth. NULL where one depends on an expression.
+CREATE OR REPLACE FUNCTION stream_moves_columns(tbl regclass) RETURNS name[]
+LANGUAGE sql STABLE AS $$
+{moves_columns}$$;
 
 -- stream_change_lines(c, query, place, shape, ids): runs a query of op, key, data and the filters' values as the owner of the source,
 -- and puts what it returns into the table of changes, with data in the column `place` (row or old). ids: their ids in their order
@@ -512,33 +517,37 @@ LANGUAGE sql STABLE AS $$
     FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
     WHERE g.tgrelid = $2 AND g.tgparentid = 0 AND p.pronamespace = quote_ident(current_schema())::regnamespace
         AND (p.proname = 'change_' || $1 OR p.proname IN ('stream_change_truncated', 'stream_change_moves')
-            AND g.tgargs = convert_to($1::text, getdatabaseencoding()) || decode('00', 'hex'))
+            AND position(convert_to($1::text, getdatabaseencoding()) || decode('00', 'hex') IN g.tgargs) = 1)
 $$;
 
 -- stream_change_wanted(number, tbl): the triggers that a stream of changes needs on one table of its source: the event as stream_change_triggers has it,
--- the end of the name, and the SQL that follows the name in CREATE TRIGGER, with %s for the table.
+-- the end of the name, the SQL that follows the name in CREATE TRIGGER, with %s for the table, and whether the table has it.
 --
 -- Those of rows are on partitioned sources, from which the partitions have them. That for INSERT never fires. Without it, Postgres 18
 -- gives the AFTER UPDATE trigger of a MERGE the row that the MERGE inserted last in place of each row that it updates after that:
--- tcs_original_insert_tuple in its nodeModifyTable.c is left set. For the others see stream_change_moves.
-CREATE OR REPLACE FUNCTION stream_change_wanted(stream_number integer, tbl regclass) RETURNS TABLE (event integer, moment text, sql text)
+-- tcs_original_insert_tuple in its nodeModifyTable.c is left set. For the others see stream_change_moves. They name no column that could be dropped or get
+-- another type, since Postgres refuses that for a column which a trigger names; it does so anyway for one on which a partition depends.
+CREATE OR REPLACE FUNCTION stream_change_wanted(stream_number integer, tbl regclass)
+RETURNS TABLE (event integer, moment text, sql text, present boolean)
 LANGUAGE sql STABLE AS $$
-    SELECT w.event, w.moment, format(w.sql, '%s', current_schema(), c.stream, k.old, k.new)
+    SELECT w.event, w.moment, format(w.sql, '%s', current_schema(), c.stream, coalesce(m.columns::text, ''),
+        (SELECT format('WHEN (NOT pg_catalog.record_image_eq(ROW(%s), ROW(%s)))', string_agg(format('OLD.%I', k), ', '), string_agg(format('NEW.%I', k), ', '))
+            FROM unnest(m.columns) k HAVING count(*) > 0)),
+        EXISTS (SELECT FROM stream_change_triggers(stream_number, tbl) g JOIN pg_trigger t ON t.tgrelid = tbl AND t.tgname = g.name
+            WHERE g.event = w.event AND g.fires
+                AND (w.event <> 17 OR position(convert_to(coalesce(m.columns::text, ''), getdatabaseencoding()) || decode('00', 'hex') IN t.tgargs) > 0))
     FROM stream_changes c JOIN pg_class x ON x.oid = tbl
-        CROSS JOIN LATERAL (
-            SELECT string_agg(format('OLD.%I', a.attname), ', ' ORDER BY a.attnum) AS old, string_agg(format('NEW.%I', a.attname), ', ' ORDER BY a.attnum) AS new
-            FROM pg_attribute a WHERE a.attrelid = c.source AND a.attnum = ANY (c.key) AND a.attgenerated = ''  -- which no partition depends on
-        ) AS k
+        CROSS JOIN LATERAL (SELECT CASE WHEN x.relkind = 'p' AND tbl = c.source THEN stream_moves_columns(tbl) END AS columns) AS m
         CROSS JOIN (VALUES
             (4, 'insert', 'AFTER INSERT ON %s REFERENCING NEW TABLE AS change_new FOR EACH STATEMENT EXECUTE FUNCTION %I.change_%s()'),
             (16, 'update', 'AFTER UPDATE ON %s REFERENCING NEW TABLE AS change_new OLD TABLE AS change_old FOR EACH STATEMENT EXECUTE FUNCTION %I.change_%s()'),
             (8, 'delete', 'AFTER DELETE ON %s REFERENCING OLD TABLE AS change_old FOR EACH STATEMENT EXECUTE FUNCTION %I.change_%s()'),
             (32, 'truncate', 'BEFORE TRUNCATE ON %s FOR EACH STATEMENT EXECUTE FUNCTION %I.stream_change_truncated(%s)'),
             (5, 'merge', 'BEFORE INSERT ON %s FOR EACH ROW WHEN (false) EXECUTE FUNCTION %I.stream_change_moves(%s)'),
-            (17, 'moves', 'BEFORE UPDATE ON %s FOR EACH ROW WHEN (NOT pg_catalog.record_image_eq(ROW(%4$s), ROW(%5$s))) EXECUTE FUNCTION %2$I.stream_change_moves(%3$s)'),
+            (17, 'moves', 'BEFORE UPDATE ON %s FOR EACH ROW %5$s EXECUTE FUNCTION %2$I.stream_change_moves(%3$s, %4$L)'),
             (13, 'moved', 'AFTER INSERT OR DELETE ON %s FOR EACH ROW WHEN (current_setting(''replicad.moves'', true) = ''on'') EXECUTE FUNCTION %I.change_%s()')
         ) AS w (event, moment, sql)
-    WHERE c.stream = stream_number AND (w.event & 1 = 0 OR tbl = c.source AND x.relkind = 'p' AND k.old IS NOT NULL)
+    WHERE c.stream = stream_number AND (w.event & 1 = 0 OR tbl = c.source AND x.relkind = 'p')
 $$;
 
 -- stream_owner_remedy(owner, call): what lets the asking role do what only this owner may do: membership, or a superuser who does it.
@@ -631,16 +640,14 @@ BEGIN
     SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
     FOR member IN SELECT t FROM stream_tables(c.source) t LOOP
         FOR wanted IN
-            SELECT * FROM stream_change_wanted(c.stream, member) w WHERE w.event & 1 = 1 OR NOT of_rows
+            SELECT * FROM stream_change_wanted(c.stream, member) w WHERE NOT w.present AND (w.event & 1 = 1 OR NOT of_rows)
         LOOP
-            IF NOT EXISTS (SELECT FROM stream_change_triggers(c.stream, member) g WHERE g.event = wanted.event AND g.fires) THEN
-                EXECUTE format('CREATE OR REPLACE TRIGGER replicad_change_%s_%s ', c.stream, wanted.moment)
-                    || format(wanted.sql, stream_qualified(member));
-                -- also in sessions with session_replication_role = replica
-                EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER replicad_change_%s_%s', stream_qualified(member), c.stream,
-                    wanted.moment);
-                made := true;
-            END IF;
+            EXECUTE format('CREATE OR REPLACE TRIGGER replicad_change_%s_%s ', c.stream, wanted.moment)
+                || format(wanted.sql, stream_qualified(member));
+            -- also in sessions with session_replication_role = replica
+            EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER replicad_change_%s_%s', stream_qualified(member), c.stream,
+                wanted.moment);
+            made := true;
         END LOOP;
     END LOOP;
     RETURN made;
@@ -921,7 +928,7 @@ BEGIN
         SELECT g.tgname, stream_qualified(g.tgrelid) AS tbl FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
         WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND g.tgparentid = 0
             AND (p.proname = 'change_' || stream_number OR p.proname IN ('stream_change_truncated', 'stream_change_moves')
-                AND g.tgargs = convert_to(stream_number::text, getdatabaseencoding()) || decode('00', 'hex'))
+                AND position(convert_to(stream_number::text, getdatabaseencoding()) || decode('00', 'hex') IN g.tgargs) = 1)
     LOOP
         EXECUTE format('DROP TRIGGER %I ON %s', present.tgname, present.tbl);
     END LOOP;
@@ -951,7 +958,7 @@ BEGIN
         RETURN format('the table whose changes it has was dropped; run: replicad streams remove %s', stream_shell(s.name));
     END IF;
     SELECT t INTO member FROM stream_tables(c.source) t
-        WHERE (SELECT count(*) FROM stream_change_wanted(c.stream, t)) > (SELECT count(*) FROM stream_change_triggers(c.stream, t) g WHERE g.fires) LIMIT 1;
+        WHERE EXISTS (SELECT FROM stream_change_wanted(c.stream, t) w WHERE NOT w.present) LIMIT 1;
     IF FOUND THEN
         RETURN format('triggers of replicad on %s are missing or disabled, so changes of it are not recorded; run: %s', member, again);
     END IF;

@@ -241,10 +241,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 -- tube_moves_columns(tbl): the columns on which the partitions of a table depend, at any depth. NULL where one depends on an expression.
 CREATE OR REPLACE FUNCTION tube_moves_columns(tbl regclass) RETURNS name[]
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT CASE WHEN NOT bool_or(n.number = 0) THEN array_agg(DISTINCT a.attname) END
-    FROM tube_members(tbl) m JOIN pg_partitioned_table p ON p.partrelid = m CROSS JOIN unnest(p.partattrs::smallint[]) AS n (number)
-        LEFT JOIN pg_attribute a ON a.attrelid = m AND a.attnum = n.number
-$$;
+{moves_columns}$$;
 
 -- tube_infer_shard(tbl): the number at the end of the name of the table's schema, or NULL. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_infer_shard(tbl regclass) RETURNS integer

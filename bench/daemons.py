@@ -1,7 +1,8 @@
 """Two daemons of one database, with half of the readers each, beside one daemon with all of them: plainly, over TLS.
 
 A daemon works on one processor. Whether another one helps depends on what else needs the processors: Postgres, which
-makes the lines once for each daemon, and here the readers themselves.
+makes the lines once for each daemon, and here the readers themselves. With two processors they take what a second
+daemon could have: over TLS the readers decrypt as much as the daemons encrypt.
 """
 
 from __future__ import annotations

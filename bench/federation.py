@@ -97,6 +97,7 @@ def run(options: Options) -> list[Figure]:
             rates(rate(mine), "facts/s"),
             f"{kind}, no queues {rates(rate(rounds), 'facts/s')}",
             Spread.of_ratios(rate(mine), rate(rounds)),
+            at_least=0.75,
         )
         for kind, rounds in plain.items()
     ]

@@ -22,7 +22,7 @@ from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
 from replicad.positions.bell import ANY, Bell, LastValues
-from replicad.positions.horizon import Horizon, Reading, Source
+from replicad.positions.horizon import FEW, Horizon, Reading, Source
 from replicad.retry import Backoff
 from replicad.sqlstates import means
 
@@ -89,7 +89,9 @@ class Poller:
         self._at_rest: LastValues | None = None
         self._polled_at = float("-inf")  # when the last poll began
         self._rests = trio.Event()  # set while a bell may ring
+        self._not_before = float("-inf")  # that time
         self._has_bell = False
+        self._rings_at_once = False  # it is told of what is written
         self._alarmed: dict[str, tuple[str, ...]] = {}
         self._last: Mapping[str, Reading] = {}
 
@@ -181,15 +183,19 @@ class Poller:
         rested = self._at_rest is not None
         self._at_rest = None
         at_rest = self._horizon.at_rest() if self._has_bell else None
-        if at_rest is not None and not moved:
+        usual = max(limits.poll_min + self._gather / SENDING, self._gather)
+        if at_rest is not None and (not moved or (self._rings_at_once and len(at_rest) <= FEW)):
             self._at_rest = at_rest
+            self._not_before = trio.current_time() + usual if moved else float("-inf")
             self._pause = BELL_PAUSE
             self._rests.set()
         elif moved and at_rest is None and rested:
             self._pause = limits.poll_min / QUICK
-        elif moved:
-            self._pause = limits.poll_min if at_rest is not None else min(2 * self._pause, limits.poll_min)
+        elif moved and at_rest is None:
+            self._pause = min(2 * self._pause, limits.poll_min)
             self._pause = max(self._pause + self._gather / SENDING, self._gather)
+        elif moved:
+            self._pause = usual
         else:
             self._pause = min(max(self._pause, limits.poll_min) * CALM_GROWTH, limits.poll_max)
 
@@ -203,17 +209,19 @@ class Poller:
                         await self._rests.wait()
                         moved: int | None = None
                         while moved is None and self._at_rest is not None:  # polls go on meanwhile, but seldom
+                            self._rings_at_once = bell.hears()
                             moved = await wait(self._at_rest, self._polled_at)
                             self._troubles.end("service", "bell", "wait")
                         if moved is not None:
                             self._horizon.expect(None if moved == ANY else moved)
+                            await trio.sleep_until(self._not_before)
                         self._rests = trio.Event()  # set again by the next poll
                         self.ring()
             except DatabaseError as error:
                 if not means(error.sqlstate, sqlstates.LOCKED):  # who locks a sequence lets it go soon
                     self._troubles.fail("service", "bell", "wait", error)
             finally:
-                self._has_bell = False
+                self._has_bell = self._rings_at_once = False
             self.ring()
             await trio.sleep(BELL_RETRY)
 

@@ -111,6 +111,15 @@ async def test_a_merge_into_partitions_is_seen_with_what_it_moves_and_what_it_up
     assert seen - {401, 500} == {1, 2, 3, 10, 20, 300, 400}
 
 
+async def test_the_same_holds_for_a_merge_that_the_client_has_prepared(db: Database, take: Take) -> None:
+    await db.execute(PARTED)
+    await take("a")
+    for _ in range(3):
+        await db.fetch("UPDATE sh1.t SET id = $1 WHERE id = $1", 1)
+    await db.fetch(MERGED.replace("(10)", "($1::bigint)"), 10)
+    assert {i for _, _, ids in await take("a") for i in ids} == {1, 2, 3, 10, 20, 300, 400}
+
+
 async def test_rows_that_an_update_moves_are_seen_once(db: Database, take: Take) -> None:
     await db.execute(PARTED)
     await take("a")

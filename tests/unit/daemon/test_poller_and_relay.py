@@ -97,6 +97,11 @@ class MemoryBell:
         self.waits: list[Mapping[int, int | None]] = []
         self.rung = trio.Event()
         self.fails = False
+        self.told = False
+
+    def hears(self) -> bool:
+        """Whether it is told of what is written."""
+        return self.told
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[Wait]:
@@ -243,6 +248,24 @@ async def test_while_nothing_moves_it_polls_when_the_bell_rings(autojump_clock: 
         await settle()
         assert horizon.polls[-1] == rung_at
         assert bell.waits[-1] == {2: 7}
+
+
+async def test_with_a_bell_that_is_told_each_ring_is_one_poll_and_no_sooner_than_the_shortest_pause(
+    autojump_clock: MockClock,
+) -> None:
+    async with attended() as (_, horizon, bell):
+        bell.told = True
+        await trio.sleep(5)
+        since = len(horizon.polls)
+        began = trio.current_time()
+        for step, pause in enumerate((0.3, 0.002, 0.3)):
+            horizon.move(s=step)
+            bell.rung.set()
+            await trio.sleep(pause)
+        rings = [round(at - began, 6) for at in horizon.polls[since:]]
+        assert rings == [0.0, 0.3, 0.31], "two are 2 ms apart, poll_min is 10"
+        await trio.sleep(1.5)
+        assert len(horizon.polls) == since + 3, "nothing moves and nothing rings"
 
 
 async def test_after_the_bell_it_polls_soon_again_if_the_position_is_held_back(autojump_clock: MockClock) -> None:

@@ -301,7 +301,7 @@ async def _send_snapshots(registry: Registry, name: str, first: int) -> int:
             await trio.sleep(OTHERS)
         elif step.waits_for:
             waits = ", ".join(step.waits_for)
-            say(f"replicad: waiting for open transactions that have written to {stream.source}: {waits}")
+            say(f"replicad: waiting for open transactions that have written to {stream.source} or lock it: {waits}")
 
 
 @click.command(

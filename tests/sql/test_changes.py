@@ -170,6 +170,11 @@ async def test_a_new_partition_that_depends_on_another_column_is_followed_there_
         "INSERT INTO t VALUES ('b', 1, 0)"
     )
     assert await registry.look_after_changes() == []
+    await database.execute("ALTER TABLE t RENAME COLUMN region TO area")
+    fault = "SELECT replicad.stream_changes_fault(s) FROM replicad.stream s"
+    assert await database.fetch_value(fault) is None
+    for _ in range(2):
+        assert await registry.look_after_changes() == []
     merge = "MERGE INTO t USING (VALUES (1)) AS s (id) ON t.id = s.id WHEN MATCHED THEN UPDATE SET id = 20"
     await database.execute(merge)
     assert {(op, *key) for op, key, _ in await changes(database) if key} >= {("d", "b", 1), ("i", "b", 20)}

@@ -521,7 +521,7 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- stream_change_wanted(number, tbl): the triggers that a stream of changes needs on one table of its source: the event as stream_change_triggers has it,
--- the end of the name, the SQL that follows the name in CREATE TRIGGER, with %s for the table, and whether the table has it.
+-- the end of the name, the SQL that follows the name in CREATE TRIGGER, with %s for the table, and whether the table has it as it is wanted now.
 --
 -- Those of rows are on partitioned sources, from which the partitions have them. That for INSERT never fires. Without it, Postgres 18
 -- gives the AFTER UPDATE trigger of a MERGE the row that the MERGE inserted last in place of each row that it updates after that:
@@ -958,7 +958,8 @@ BEGIN
         RETURN format('the table whose changes it has was dropped; run: replicad streams remove %s', stream_shell(s.name));
     END IF;
     SELECT t INTO member FROM stream_tables(c.source) t
-        WHERE EXISTS (SELECT FROM stream_change_wanted(c.stream, t) w WHERE NOT w.present) LIMIT 1;
+        WHERE EXISTS (SELECT FROM stream_change_wanted(c.stream, t) w WHERE NOT EXISTS (
+            SELECT FROM stream_change_triggers(c.stream, t) g WHERE g.event = w.event AND g.fires)) LIMIT 1;
     IF FOUND THEN
         RETURN format('triggers of replicad on %s are missing or disabled, so changes of it are not recorded; run: %s', member, again);
     END IF;

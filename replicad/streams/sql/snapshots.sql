@@ -208,18 +208,20 @@ DECLARE
     why text;
     remedy text;
     filled boolean;
+    ours boolean;  -- whether we have made triggers
 BEGIN
     FOR c IN SELECT x.* FROM stream_changes x JOIN pg_class k ON k.oid = x.source ORDER BY x.stream FOR UPDATE OF x SKIP LOCKED LOOP
         SELECT s.name INTO name FROM stream s WHERE s.number = c.stream;
         BEGIN
             why := NULL;
+            ours := false;
             FOR m IN
                 SELECT coalesce(n.member, seen.member) AS member, n.marks, n.fires, seen.marks AS before
                 FROM stream_change_marks(c.stream) n
                     FULL JOIN (SELECT x.* FROM stream_change_member x WHERE x.stream = c.stream) seen ON seen.member = n.member
             LOOP
                 IF m.before IS NULL THEN  -- a new partition
-                    PERFORM stream_changes_ensure(c.stream);
+                    ours := stream_changes_ensure(c.stream) OR ours;
                     EXECUTE format('SELECT EXISTS (SELECT FROM %s)', stream_qualified(m.member::regclass)) INTO filled;
                     IF filled THEN
                         PERFORM stream_snapshot_request(name, member => m.member::regclass);
@@ -240,11 +242,12 @@ BEGIN
             END IF;
             SELECT concat_ws(' ', stream_shape_seen(c.source), k.relowner, stream_runs_as(c.source)) INTO made FROM pg_class k WHERE k.oid = c.source;
             IF made IS DISTINCT FROM c.marks THEN
-                IF stream_changes_ensure(c.stream, of_rows => true) THEN
-                    UPDATE stream_change_member x SET marks = n.marks FROM stream_change_marks(c.stream) n
-                        WHERE x.stream = c.stream AND x.member = n.member AND n.member = c.source;
-                END IF;
+                ours := stream_changes_ensure(c.stream, of_rows => true) OR ours;
                 UPDATE stream_changes x SET marks = made WHERE x.stream = c.stream;
+            END IF;
+            IF ours THEN  -- triggers of the table itself may be others now
+                UPDATE stream_change_member x SET marks = n.marks FROM stream_change_marks(c.stream) n
+                    WHERE x.stream = c.stream AND x.member = n.member AND n.member = c.source;
             END IF;
             code := NULL;
             problem := NULL;

@@ -249,7 +249,7 @@ class Downstream:
         self.pod = Pod(9, "B", 4, [], {"type": "backfill_end"}, datetime.now(UTC))
         self.answers = list(answers)
         self.asked: list[tuple[int, int, int, float]] = []
-        self.processed: list[tuple[int, str, tuple[int, ...]]] = []
+        self.processed: list[tuple[int, str, int, tuple[int, ...]]] = []
         self.ledger.add(9, 4, "B", [], held=True)
 
     async def stale_ids(self, shard: int, before: int, limit: int) -> list[int]:
@@ -262,7 +262,7 @@ class Downstream:
     async def process(self) -> None:
         """One id at a time, so that it is called again until all are done."""
         touches = self.ledger.take(1)
-        self.processed += [(one.id, one.op, one.seqs) for one in touches]
+        self.processed += [(one.id, one.op, one.shard, one.seqs) for one in touches]
         await trio.lowlevel.checkpoint()
         self.ledger.done(touches)
 
@@ -278,7 +278,7 @@ class Downstream:
 async def test_stale_ids_are_processed_until_none_was_named_for_a_while(autojump_clock: MockClock) -> None:
     there = Downstream([1, 2], [3], [], [4])
     assert await there.collect() == 4
-    assert there.processed == [(id, "G", (9,)) for id in (1, 2, 3, 4)]
+    assert there.processed == [(id, "G", 4, (9,)) for id in (1, 2, 3, 4)]
     assert {one[:3] for one in there.asked} == {(4, 70, 3)}
     assert there.waits == [0, 0, 5, 5, 5], "it settles after none, before what comes after none, and before the end"
     assert (there.ledger.left(9), there.ledger.take_finished()) == (1, []), "the pod is still held"
@@ -287,7 +287,7 @@ async def test_stale_ids_are_processed_until_none_was_named_for_a_while(autojump
 async def test_no_more_ids_than_a_step_are_taken_and_each_counts_once(autojump_clock: MockClock) -> None:
     there = Downstream([1, 1, 2, 3, 4])
     assert await there.collect(step=4) == 3
-    assert [id for id, _, _ in there.processed] == [1, 2, 3]
+    assert [one[0] for one in there.processed] == [1, 2, 3]
 
 
 async def test_a_question_that_fails_is_asked_again_after_a_growing_pause(
@@ -298,13 +298,12 @@ async def test_a_question_that_fails_is_asked_again_after_a_growing_pause(
     first, second, _, third, *_ = there.waits
     assert 0 < first <= 0.5 < second <= 1.0
     assert 0 < third <= 0.5, "an answer ends the growth"
-    assert caplog.text.count("stale_ids_failed") == 3
-    assert "away" in caplog.text
+    assert caplog.messages == ["stale_ids_failed shard=4 seq=9 error=ValueError('away')"] * 3
 
 
 async def test_a_downstream_that_goes_on_to_name_what_was_processed_is_given_up(autojump_clock: MockClock) -> None:
     there = Downstream(*[[7, 8]] * 30)
-    with pytest.raises(DownstreamError, match=r"still names 2 stale ids of shard 4, e\.g\. 7, after"):
+    with pytest.raises(DownstreamError, match=r"2 stale ids of shard 4, e\.g\. 7, after .* does it keep"):
         await there.collect()
     assert len(there.asked) == 1 + FRUITLESS_STEPS
     assert there.waits == [0, *[5] * (FRUITLESS_STEPS - 1)], "it waits before it tries the same ids again"

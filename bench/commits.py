@@ -4,6 +4,10 @@ Each row carries the time of day at which its INSERT ran (on our side) or its me
 process reads all clients. It looks at every row of a few of them, so that reading costs little, and throws away what
 comes to the others. Our times include the commit, which NATS does not have. What is told besides is the server's
 processor time: that of the daemon, and of Postgres' processes that serve it.
+
+The goals for p99 and for processor time exclude each other here. Rows that were committed meanwhile go out together:
+132 times a second to 100 clients, 80 times to 500. Each time takes 1.1 ms (a poll and a copy) and 12 microseconds for
+each client. A p99 of 3 ms needs 500 times a second, which is 1.1 processors; half of what NATS takes is 0.34.
 """
 
 from __future__ import annotations

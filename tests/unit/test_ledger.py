@@ -241,6 +241,16 @@ def test_a_parked_pod_is_forgotten_and_the_oldest_one_is_the_first_that_is_not_d
     assert (touch.table, ledger.busy) == ("public.film", 1)
 
 
+def test_a_live_touch_takes_its_row_out_of_the_backfill_and_another_backfill_leaves_it_there() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, "B", [1, 2])
+    ledger.add(2, 0, "B", [1])
+    assert ledger.take(9, IdQueue.LIVE) == []
+    ledger.add(3, 0, "U", [2])
+    assert [(one.id, one.op, one.seqs) for one in ledger.take(9, IdQueue.LIVE)] == [(2, "U", (1, 3))]
+    assert [(one.id, one.op, one.seqs) for one in ledger.take(9, IdQueue.BACKFILL)] == [(1, "B", (1, 2))]
+
+
 class Downstream:
     """Stale ids, as the user's functions see them: `answers` one after the other, then none."""
 

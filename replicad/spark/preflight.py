@@ -390,7 +390,8 @@ class AwaitedBackfills:
             raise TubeRefused(
                 f"the backfill of {tables[:200] or self._tube} has not gone on for {STALLED:.0f} s, so the copy is not "
                 "complete. Does a daemon serve the database, and is the table locked? See: replicad tubes stats "
-                f"{self._tube}"
+                f"{self._tube}. Where it can never go on, as of a table that was dropped: replicad tubes backfill "
+                f"{self._tube} --cancel"
             )
         return awaited
 

@@ -161,15 +161,15 @@ async def test_a_column_of_the_key_may_get_another_type_where_no_partition_depen
 async def test_a_new_partition_that_depends_on_another_column_is_followed_there_too(database: Database) -> None:
     registry = await record(
         database,
-        "CREATE TABLE t (region text, id integer, n integer, PRIMARY KEY (region, id)) PARTITION BY LIST (region);"
+        "CREATE TABLE t (region text, id integer, n integer, PRIMARY KEY (region, id, n)) PARTITION BY LIST (region);"
         "CREATE TABLE t_a PARTITION OF t DEFAULT",
     )
     await database.execute(
         "CREATE TABLE t_b PARTITION OF t FOR VALUES IN ('b') PARTITION BY RANGE (id);"
-        "CREATE TABLE t_low PARTITION OF t_b FOR VALUES FROM (0) TO (10); CREATE TABLE t_high PARTITION OF t_b DEFAULT;"
-        "INSERT INTO t VALUES ('b', 1, 0)"
+        "CREATE TABLE t_low PARTITION OF t_b FOR VALUES FROM (0) TO (10); CREATE TABLE t_high PARTITION OF t_b DEFAULT"
     )
     assert await registry.look_after_changes() == []
+    await database.execute("INSERT INTO t VALUES ('b', 1, 0)")
     await database.execute("ALTER TABLE t RENAME COLUMN region TO area")
     fault = "SELECT replicad.stream_changes_fault(s) FROM replicad.stream s"
     assert await database.fetch_value(fault) is None
@@ -177,7 +177,70 @@ async def test_a_new_partition_that_depends_on_another_column_is_followed_there_
         assert await registry.look_after_changes() == []
     merge = "MERGE INTO t USING (VALUES (1)) AS s (id) ON t.id = s.id WHEN MATCHED THEN UPDATE SET id = 20"
     await database.execute(merge)
-    assert {(op, *key) for op, key, _ in await changes(database) if key} >= {("d", "b", 1), ("i", "b", 20)}
+    assert {(op, *key) for op, key, _ in await changes(database) if key} >= {("d", "b", 1, 0), ("i", "b", 20, 0)}
+    await database.execute(
+        "CREATE TABLE t_c PARTITION OF t FOR VALUES IN ('c') PARTITION BY RANGE (n);"
+        "CREATE TABLE t_d PARTITION OF t_c DEFAULT; INSERT INTO t VALUES ('c', 1, 0)"
+    )
+    [[_, code, why]] = await registry.look_after_changes()
+    assert (code, "t_c depend on another column" in why) == ("changes_missed", True)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "SET TimeZone = 'America/New_York'; SET DateStyle = 'German'; {}",
+        "CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN NEW.region := 'a'; RETURN NEW; END $$;"
+        "CREATE TRIGGER zz BEFORE UPDATE ON t FOR EACH ROW EXECUTE FUNCTION f(); {}",
+        "ALTER TABLE t_b DISABLE TRIGGER ALL; SELECT replicad.stream_changes_ensure(1);"
+        "SET session_replication_role = replica; {}",
+    ],
+)
+async def test_a_moved_row_is_recorded_whatever_the_session_has_set_and_other_triggers_do(
+    database: Database, way: str
+) -> None:
+    await record(database, PARTED + "; ALTER TABLE t ADD COLUMN at timestamptz DEFAULT now()", where="t.n > -1")
+    merge = (
+        "MERGE INTO t USING (VALUES (1)) AS s (id) ON t.region = 'b' AND t.id = s.id WHEN MATCHED THEN UPDATE "
+        "SET id = 9, region = CASE current_setting('DateStyle') WHEN 'ISO, MDY' THEN 'c' ELSE 'a' END"
+    )
+    await database.execute(way.format(merge))
+    found = {(op, *key) for op, key, _ in await changes(database)}
+    assert ("d", "b", 1) in found
+    assert found & {("i", "a", 9), ("i", "c", 9)}
+
+
+async def test_a_nested_write_is_recorded_in_its_order_whatever_the_zone_of_its_function(database: Database) -> None:
+    await record(database)
+    await database.execute(
+        "CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql SET timezone = 'Asia/Tokyo' AS "
+        "$$ BEGIN UPDATE t SET customer = 78 WHERE id = NEW.id AND customer = 77; RETURN NULL; END $$;"
+        "CREATE TRIGGER a AFTER UPDATE ON t FOR EACH ROW EXECUTE FUNCTION f(); INSERT INTO t VALUES (1, 0);"
+        "SET timezone = 'UTC'"
+    )
+    await database.execute("UPDATE t SET customer = 77")
+    assert (await changes(database))[-1][2]["customer"] == 78
+
+
+async def test_of_a_merge_only_what_it_moves_is_recorded_row_by_row(database: Database) -> None:
+    await record(database, PARTED)
+    await database.execute(
+        "MERGE INTO t USING (SELECT 'b', g, 1 FROM generate_series(1, 100) AS g) AS s (region, id, n) "
+        "ON t.region = s.region AND t.id = s.id WHEN MATCHED AND t.id = 2 THEN UPDATE SET region = 'a' "
+        "WHEN MATCHED THEN UPDATE SET n = 5 WHEN NOT MATCHED THEN INSERT VALUES (s.region, s.id, s.n)"
+    )
+    found = [(op, *key) for op, key, _ in await changes(database)]
+    assert len(found) == len(set(found)) + 1, "what is inserted is there once, what is moved twice"
+
+
+async def test_a_fault_names_triggers_of_rows_that_are_off_on_a_partition(database: Database) -> None:
+    registry = await record(database, PARTED)
+    assert await registry.look_after_changes() == []
+    await database.execute('ALTER TABLE t_a DISABLE TRIGGER "~replicad_change_1_moves"')
+    [[_, code, why]] = await registry.look_after_changes()
+    assert (code, "missing or disabled" in why) == ("changes_missed", True)
+    await registry.request_snapshot("t", anew=True)
+    assert await registry.look_after_changes() == []
 
 
 async def test_a_partitioned_table_of_an_older_version_gets_what_merge_needs_and_nothing_counts_as_missed(
@@ -185,8 +248,9 @@ async def test_a_partitioned_table_of_an_older_version_gets_what_merge_needs_and
 ) -> None:
     registry = await record(database, PARTED)
     await database.execute(
-        "DROP TRIGGER replicad_change_1_merge ON t; DROP TRIGGER replicad_change_1_moves ON t;"
-        "DROP TRIGGER replicad_change_1_moved ON t; SELECT replicad.stream_changes_note(1);"
+        'DROP TRIGGER "~replicad_change_1_merge" ON t; DROP TRIGGER "~replicad_change_1_moves" ON t;'
+        'DROP TRIGGER "~replicad_change_1_gone" ON t; DROP TRIGGER "~replicad_change_1_come" ON t;'
+        "SELECT replicad.stream_changes_note(1);"
         "UPDATE replicad.stream_changes SET marks = NULL"
     )
     for _ in range(2):
@@ -196,11 +260,11 @@ async def test_a_partitioned_table_of_an_older_version_gets_what_merge_needs_and
     )
     await database.execute(MERGED.format("t"))
     assert ("i", ["b", 20]) in [found[:2] for found in await changes(database)]
-    await database.execute("DROP TRIGGER replicad_change_1_merge ON t")
+    await database.execute('DROP TRIGGER "~replicad_change_1_merge" ON t')
     [[name, code, _], *_] = await registry.look_after_changes()
     assert (name, code) == ("t", "changes_missed")
     await registry.remove("t")
-    assert await database.fetch_value("SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'replicad%'") == 0
+    assert await database.fetch_value("SELECT count(*) FROM pg_trigger WHERE tgname ~ '^~?replicad'") == 0
 
 
 async def test_columns_may_have_the_names_that_the_trigger_uses(database: Database) -> None:

@@ -1,16 +1,18 @@
 DECLARE
-    moment text := statement_timestamp()::text;
-    known boolean := current_setting('replicad.moves_at', true) IS NOT DISTINCT FROM moment;
+    moment text := extract(epoch FROM statement_timestamp())::text;
     stack text;
+    inner_statement text;
 BEGIN
-    IF known AND current_setting('replicad.moves', true) = 'on' THEN
-        RETURN NEW;
-    END IF;
     GET DIAGNOSTICS stack = PG_CONTEXT;
-    IF stack LIKE E'%\n%' OR NOT known AND (current_query() ~* '\m(merge|execute)\M') IS NOT FALSE THEN
-        PERFORM set_config('replicad.moves', 'on', true), set_config('replicad.moves_at', moment, true);
-    ELSIF NOT known THEN
-        PERFORM set_config('replicad.moves', 'off', true), set_config('replicad.moves_at', moment, true);
+    inner_statement := split_part(stack, E'\n', 2);
+    IF stack ~* '\m(merge|execute)\M' OR inner_statement <> '' AND inner_statement !~* '\mupdate\M' THEN
+        PERFORM set_config(TG_ARGV[2], 'on', true);
+    ELSIF current_setting('replicad.plain', true) IS DISTINCT FROM moment THEN
+        IF (current_query() ~* '\m(merge|execute)\M') IS NOT FALSE THEN
+            PERFORM set_config(TG_ARGV[2], 'on', true);
+        ELSE
+            PERFORM set_config('replicad.plain', moment, true);
+        END IF;
     END IF;
     RETURN NEW;
 END

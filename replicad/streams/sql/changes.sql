@@ -274,7 +274,7 @@ BEGIN
         INTO same FROM pg_attribute a
         WHERE a.attrelid = c.source AND (a.attnum = ANY (c.key) OR a.attname = ANY (filters)) AND NOT a.attisdropped;
     RETURN format('SELECT %L::"char", n.key, %s, %s%s FROM (SELECT %s) AS gone, LATERAL (%s AND %I.stream_shape_now(%s::oid) = %L::bigint '
-            'AND current_setting(''replicad.change_%s'', true) IS DISTINCT FROM statement_timestamp()::text '
+            'AND current_setting(''replicad.change_%s'', true) IS DISTINCT FROM extract(epoch FROM statement_timestamp())::text '
             'AND current_setting(''transaction_isolation'') = ''read committed''%s) AS n',
         CASE event WHEN 'INSERT' THEN 'i' WHEN 'UPDATE' THEN 'u' ELSE 'd' END,
         CASE WHEN event = 'DELETE' THEN 'NULL::json' ELSE 'n.data' END, CASE WHEN event = 'DELETE' AND c.old THEN 'n.data' ELSE 'NULL::json' END,
@@ -349,7 +349,7 @@ $$;
 
 -- stream_change_body(number, shape): the source of the trigger function of a stream of changes, for a shape of the table.
 --
--- It leaves the moment of the client's statement in a setting of the transaction. Where it finds it there, it has been called
+-- It leaves the moment of the client's statement, as a number, which no setting changes, in a setting of the transaction. Where it finds it there, it has been called
 -- for the same statement of the client already: see stream_change_mixed. First it runs the query of stream_change_usual. Where that has recorded
 -- nothing, the shape is compared: at READ COMMITTED when the query is planned. In other transactions the plan may be older than their snapshot, so
 -- there it is compared each time. It must be a query: an expression alone is planned with the snapshot of the client's statement, which may have
@@ -381,7 +381,7 @@ BEGIN
         IF change_same IS NULL THEN
             RETURN NEW;
         END IF;
-        change_mixed := current_setting('replicad.change_%6$s', true) IS NOT DISTINCT FROM statement_timestamp()::text;
+        change_mixed := current_setting('replicad.change_%6$s', true) IS NOT DISTINCT FROM extract(epoch FROM statement_timestamp())::text;
         IF NOT change_same THEN
             EXECUTE %2$I.stream_change_sql(%6$s, TG_OP, change_mixed, %2$I.stream_shape_ensure(%6$s));
         ELSIF change_mixed THEN
@@ -395,17 +395,14 @@ BEGIN
             CASE WHEN usual IS NOT NULL THEN format($sql$
         %s;
         IF FOUND THEN
-            change_moment := set_config('replicad.change_%s', statement_timestamp()::text, true);
+            change_moment := set_config('replicad.change_%s', extract(epoch FROM statement_timestamp())::text, true);
             RETURN NEW;
         END IF;$sql$, usual, c.stream) END,
             stream_change_sql(c.stream, event.name, false, shape));
         IF event.name = 'UPDATE' AND EXISTS (SELECT FROM pg_class x WHERE x.oid = c.source AND x.relkind = 'p') THEN
             body := body || format($sql$
     IF TG_LEVEL = 'ROW' THEN
-        IF current_setting('replicad.moves_at', true) IS DISTINCT FROM statement_timestamp()::text THEN
-            change_moment := set_config('replicad.moves', 'off', true);
-            RETURN NEW;
-        ELSIF (SELECT %1$I.stream_shape_seen(%2$s::oid)) <> %3$L::bigint THEN
+        IF (SELECT %1$I.stream_shape_seen(%2$s::oid)) <> %3$L::bigint THEN
             IF TG_OP = 'INSERT' THEN
                 EXECUTE 'WITH change_new AS (SELECT ($1).*) ' || %1$I.stream_change_sql(%4$s, TG_OP, true, %1$I.stream_shape_ensure(%4$s)) USING NEW;
             ELSE
@@ -416,7 +413,7 @@ BEGIN
         ELSE
             WITH change_old AS (SELECT OLD.*) %6$s;
         END IF;
-        change_moment := set_config('replicad.change_%4$s', statement_timestamp()::text, true);
+        change_moment := set_config('replicad.change_%4$s', extract(epoch FROM statement_timestamp())::text, true);
         RETURN NEW;
     END IF;$sql$,
                 current_schema(), c.source::oid, seen, c.stream, stream_change_sql(c.stream, 'INSERT', true, shape),
@@ -430,7 +427,7 @@ DECLARE
     change_mixed boolean;
     change_same boolean;
 BEGIN%s
-    change_moment := set_config('replicad.change_%s', statement_timestamp()::text, true);
+    change_moment := set_config('replicad.change_%s', extract(epoch FROM statement_timestamp())::text, true);
     RETURN NEW;
 END
 $sql$, body, c.stream);
@@ -472,10 +469,11 @@ END
 $$;
 
 -- stream_change_moves(): BEFORE UPDATE trigger of partitioned tables, for each row in which a column changes that a partition depends on; its
--- arguments are the number of the stream, and these columns. A MERGE shows the rows that it moves to another partition to no trigger of
--- statements: Postgres (15 and 18 do) takes them for deleted and inserted ones, and fires the triggers of DELETE and INSERT only for actions of these
--- names. Triggers for each row see them. So where the statement may be a MERGE, this turns those on until the client's statement has ended. It is none if
--- the client has sent it itself, in a text without that word; EXECUTE hides the text. Every other UPDATE is recorded once, by the trigger of statements.
+-- arguments are the number of the stream, these columns, and the name of a setting. A MERGE shows the rows that it moves to another partition to no trigger
+-- of statements: Postgres (15 and 18 do) takes them for deleted and inserted ones, and fires the triggers of DELETE and INSERT only for actions
+-- of these names. Triggers for each row see them. So where the statement may be a MERGE, this turns those on, by the setting, and the row's own insertion
+-- turns them off. It is none if it stands in the context, or in what the client has sent, without that word; EXECUTE and functions in SQL
+-- hide the text. Every other UPDATE is recorded once, by the trigger of statements.
 CREATE OR REPLACE FUNCTION stream_change_moves() RETURNS trigger
 LANGUAGE plpgsql AS $$
 {moves}$$;
@@ -509,11 +507,11 @@ END
 $$;
 
 -- stream_change_triggers(number, tbl): the triggers of a stream of changes on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE,
--- 32 TRUNCATE; 1 more for those of rows), the function, and whether it fires in every session. Those that a partition has from its table are left out.
+-- 32 TRUNCATE; 1 more for those of rows, and 7 for the one before INSERT), the function, and whether it fires in every session. Those that a partition has from its table are left out.
 CREATE OR REPLACE FUNCTION stream_change_triggers(stream_number integer, tbl regclass)
 RETURNS TABLE (name name, event integer, function regprocedure, fires boolean)
 LANGUAGE sql STABLE AS $$
-    SELECT g.tgname, g.tgtype & 61, p.oid::regprocedure, g.tgenabled = 'A' AND (g.tgqual IS NULL) = (g.tgtype & 1 = 0)
+    SELECT g.tgname, CASE g.tgtype WHEN 7 THEN 7 ELSE g.tgtype & 61 END, p.oid::regprocedure, g.tgenabled = 'A' AND (g.tgqual IS NULL) = (g.tgtype & 1 = 0)
     FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
     WHERE g.tgrelid = $2 AND g.tgparentid = 0 AND p.pronamespace = quote_ident(current_schema())::regnamespace
         AND (p.proname = 'change_' || $1 OR p.proname IN ('stream_change_truncated', 'stream_change_moves')
@@ -521,21 +519,25 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- stream_change_wanted(number, tbl): the triggers that a stream of changes needs on one table of its source: the event as stream_change_triggers has it,
--- the end of the name, the SQL that follows the name in CREATE TRIGGER, with %s for the table, and whether the table has it as it is wanted now.
+-- the name, the SQL that follows the name in CREATE TRIGGER, with %s for the table, whether the table and its partitions have it and it fires, and
+-- whether it is as wanted now.
 --
--- Those of rows are on partitioned sources, from which the partitions have them. That for INSERT never fires. Without it, Postgres 18
+-- Those of rows are on partitioned sources, from which the partitions have them. That for BEFORE INSERT never fires. Without it, Postgres 18
 -- gives the AFTER UPDATE trigger of a MERGE the row that the MERGE inserted last in place of each row that it updates after that:
 -- tcs_original_insert_tuple in its nodeModifyTable.c is left set. For the others see stream_change_moves. They name no column that could be dropped or get
--- another type, since Postgres refuses that for a column which a trigger names; it does so anyway for one on which a partition depends.
+-- another type, since Postgres refuses that for a column which a trigger names; it does so anyway for one on which a partition depends. Triggers fire in the
+-- order of their names: ~ is behind those of others, which may change such a column.
 CREATE OR REPLACE FUNCTION stream_change_wanted(stream_number integer, tbl regclass)
-RETURNS TABLE (event integer, moment text, sql text, present boolean)
+RETURNS TABLE (event integer, name text, sql text, fires boolean, fits boolean)
 LANGUAGE sql STABLE AS $$
-    SELECT w.event, w.moment, format(w.sql, '%s', current_schema(), c.stream, coalesce(m.columns::text, ''),
-        (SELECT format('WHEN (NOT pg_catalog.record_image_eq(ROW(%s), ROW(%s)))', string_agg(format('OLD.%I', k), ', '), string_agg(format('NEW.%I', k), ', '))
-            FROM unnest(m.columns) k HAVING count(*) > 0)),
-        EXISTS (SELECT FROM stream_change_triggers(stream_number, tbl) g JOIN pg_trigger t ON t.tgrelid = tbl AND t.tgname = g.name
-            WHERE g.event = w.event AND g.fires
-                AND (w.event <> 17 OR position(convert_to(coalesce(m.columns::text, ''), getdatabaseencoding()) || decode('00', 'hex') IN t.tgargs) > 0))
+    SELECT w.event, n.name, format(w.sql, '%s', current_schema(), c.stream, coalesce(m.columns::text, ''),
+            (SELECT format('WHEN (NOT pg_catalog.record_image_eq(ROW(%s), ROW(%s)))', string_agg(format('OLD.%I', k), ', '), string_agg(format('NEW.%I', k), ', '))
+                FROM unnest(m.columns) k HAVING count(*) > 0), 'replicad.moves_' || c.stream),
+        EXISTS (SELECT FROM stream_change_triggers(stream_number, tbl) g WHERE g.event = w.event AND g.fires)
+            AND NOT EXISTS (SELECT FROM pg_inherits i JOIN pg_trigger t ON t.tgrelid = i.inhrelid AND t.tgparentid <> 0
+                WHERE w.event & 1 = 1 AND i.inhrelid IN (SELECT stream_tables(tbl)) AND t.tgname = n.name AND t.tgenabled <> 'A'),
+        w.event <> 17 OR EXISTS (SELECT FROM stream_change_triggers(stream_number, tbl) g JOIN pg_trigger t ON t.tgrelid = tbl AND t.tgname = g.name
+            WHERE g.event = 17 AND position(convert_to(coalesce(m.columns::text, ''), getdatabaseencoding()) || decode('00', 'hex') IN t.tgargs) > 0)
     FROM stream_changes c JOIN pg_class x ON x.oid = tbl
         CROSS JOIN LATERAL (SELECT CASE WHEN x.relkind = 'p' AND tbl = c.source THEN stream_moves_columns(tbl) END AS columns) AS m
         CROSS JOIN (VALUES
@@ -543,10 +545,13 @@ LANGUAGE sql STABLE AS $$
             (16, 'update', 'AFTER UPDATE ON %s REFERENCING NEW TABLE AS change_new OLD TABLE AS change_old FOR EACH STATEMENT EXECUTE FUNCTION %I.change_%s()'),
             (8, 'delete', 'AFTER DELETE ON %s REFERENCING OLD TABLE AS change_old FOR EACH STATEMENT EXECUTE FUNCTION %I.change_%s()'),
             (32, 'truncate', 'BEFORE TRUNCATE ON %s FOR EACH STATEMENT EXECUTE FUNCTION %I.stream_change_truncated(%s)'),
-            (5, 'merge', 'BEFORE INSERT ON %s FOR EACH ROW WHEN (false) EXECUTE FUNCTION %I.stream_change_moves(%s)'),
-            (17, 'moves', 'BEFORE UPDATE ON %s FOR EACH ROW %5$s EXECUTE FUNCTION %2$I.stream_change_moves(%3$s, %4$L)'),
-            (13, 'moved', 'AFTER INSERT OR DELETE ON %s FOR EACH ROW WHEN (current_setting(''replicad.moves'', true) = ''on'') EXECUTE FUNCTION %I.change_%s()')
+            (7, 'merge', 'BEFORE INSERT ON %s FOR EACH ROW WHEN (false) EXECUTE FUNCTION %I.stream_change_moves(%s)'),
+            (17, 'moves', 'BEFORE UPDATE ON %s FOR EACH ROW %5$s EXECUTE FUNCTION %2$I.stream_change_moves(%3$s, %4$L, %6$L)'),
+            (9, 'gone', 'AFTER DELETE ON %s FOR EACH ROW WHEN (current_setting(%6$L, true) = ''on'') EXECUTE FUNCTION %2$I.change_%3$s()'),
+            (5, 'come', 'AFTER INSERT ON %s FOR EACH ROW WHEN (CASE WHEN current_setting(%6$L, true) = ''on'' THEN set_config(%6$L, ''off'', true) = ''off'' ELSE false END) '
+                'EXECUTE FUNCTION %2$I.change_%3$s()')
         ) AS w (event, moment, sql)
+        CROSS JOIN LATERAL (SELECT format('%sreplicad_change_%s_%s', CASE w.event & 1 WHEN 1 THEN '~' END, c.stream, w.moment) AS name) AS n
     WHERE c.stream = stream_number AND (w.event & 1 = 0 OR tbl = c.source AND x.relkind = 'p')
 $$;
 
@@ -634,19 +639,20 @@ DECLARE
     c stream_changes;
     member regclass;
     wanted record;
+    part regclass;
     made boolean := false;
 BEGIN
     PERFORM stream_change_function_ensure(stream_number);
     SELECT * INTO c FROM stream_changes x WHERE x.stream = stream_number;
     FOR member IN SELECT t FROM stream_tables(c.source) t LOOP
         FOR wanted IN
-            SELECT * FROM stream_change_wanted(c.stream, member) w WHERE NOT w.present AND (w.event & 1 = 1 OR NOT of_rows)
+            SELECT * FROM stream_change_wanted(c.stream, member) w WHERE NOT (w.fires AND w.fits) AND (w.event & 1 = 1 OR NOT of_rows)
         LOOP
-            EXECUTE format('CREATE OR REPLACE TRIGGER replicad_change_%s_%s ', c.stream, wanted.moment)
-                || format(wanted.sql, stream_qualified(member));
+            EXECUTE format('CREATE OR REPLACE TRIGGER %I ', wanted.name) || format(wanted.sql, stream_qualified(member));
             -- also in sessions with session_replication_role = replica
-            EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER replicad_change_%s_%s', stream_qualified(member), c.stream,
-                wanted.moment);
+            FOR part IN SELECT t.tgrelid FROM stream_tables(member) m JOIN pg_trigger t ON t.tgrelid = m AND t.tgname = wanted.name AND t.tgenabled <> 'A' LOOP
+                EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER %I', stream_qualified(part), wanted.name);
+            END LOOP;
             made := true;
         END LOOP;
     END LOOP;
@@ -958,8 +964,7 @@ BEGIN
         RETURN format('the table whose changes it has was dropped; run: replicad streams remove %s', stream_shell(s.name));
     END IF;
     SELECT t INTO member FROM stream_tables(c.source) t
-        WHERE EXISTS (SELECT FROM stream_change_wanted(c.stream, t) w WHERE NOT EXISTS (
-            SELECT FROM stream_change_triggers(c.stream, t) g WHERE g.event = w.event AND g.fires)) LIMIT 1;
+        WHERE EXISTS (SELECT FROM stream_change_wanted(c.stream, t) w WHERE NOT w.fires) LIMIT 1;
     IF FOUND THEN
         RETURN format('triggers of replicad on %s are missing or disabled, so changes of it are not recorded; run: %s', member, again);
     END IF;

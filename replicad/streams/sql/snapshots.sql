@@ -209,6 +209,7 @@ DECLARE
     remedy text;
     filled boolean;
     ours boolean;  -- whether we have made triggers
+    unfit boolean;
 BEGIN
     FOR c IN SELECT x.* FROM stream_changes x JOIN pg_class k ON k.oid = x.source ORDER BY x.stream FOR UPDATE OF x SKIP LOCKED LOOP
         SELECT s.name INTO name FROM stream s WHERE s.number = c.stream;
@@ -221,8 +222,13 @@ BEGIN
                     FULL JOIN (SELECT x.* FROM stream_change_member x WHERE x.stream = c.stream) seen ON seen.member = n.member
             LOOP
                 IF m.before IS NULL THEN  -- a new partition
+                    unfit := EXISTS (SELECT FROM stream_change_wanted(c.stream, c.source) w WHERE NOT w.fits);
                     ours := stream_changes_ensure(c.stream) OR ours;
                     EXECUTE format('SELECT EXISTS (SELECT FROM %s)', stream_qualified(m.member::regclass)) INTO filled;
+                    IF filled AND unfit THEN
+                        why := coalesce(why, format('the partitions of %s depend on another column, and rows that a MERGE has moved there since '
+                            'are not recorded', m.member::regclass));
+                    END IF;
                     IF filled THEN
                         PERFORM stream_snapshot_request(name, member => m.member::regclass);
                     END IF;

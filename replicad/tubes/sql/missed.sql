@@ -98,7 +98,7 @@ $$;
 
 -- tube_trigger_marks(of_tube, of_root): the attached tables and partitions (of one tube, of one table; NULL: all) with what
 -- identifies the rows of the tube's triggers in pg_trigger, and whether all of them are there and fire. A trigger that is
--- disabled and enabled again has another row. The triggers are looked up table by table, so that one table costs the same
+-- disabled and enabled again has another row. Those that a partition has from its table count for whether they fire. The triggers are looked up table by table, so that one table costs the same
 -- whatever the number of attached tables. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_trigger_marks(of_tube text, of_root regclass)
 RETURNS TABLE (tube text, tbl oid, root oid, marks text, fires boolean)
@@ -112,9 +112,9 @@ BEGIN
             AND EXISTS (SELECT FROM pg_class c WHERE c.oid = a.tbl)
     ), present AS MATERIALIZED (
         SELECT c.tube, c.tbl, g.* FROM chosen c CROSS JOIN LATERAL (
-            SELECT t.oid, t.xmin, t.tgfoid, t.tgargs, t.tgtype, t.tgenabled IN ('O', 'A') AND t.tgqual IS NULL
-                AND t.tgtype & 1 = 0 AS fires
-            FROM pg_trigger t WHERE t.tgrelid = c.tbl AND t.tgparentid = 0 OFFSET 0
+            SELECT t.oid, t.xmin, t.tgfoid, t.tgargs, t.tgtype, t.tgtype & 1 = 1 AS of_rows, t.tgparentid = 0 AS own,
+                t.tgenabled IN ('O', 'A') AND (t.tgqual IS NULL OR t.tgtype & 1 = 1) AS fires
+            FROM pg_trigger t WHERE t.tgrelid = c.tbl OFFSET 0
         ) AS g
     ), functions AS MATERIALIZED (
         SELECT p.oid, p.proname IN ('tube_truncate_trigger', 'tube_moves') AS named, d.description
@@ -122,14 +122,16 @@ BEGIN
             JOIN pg_proc p ON p.oid = used.tgfoid AND p.pronamespace = quote_ident(current_schema())::regnamespace
             LEFT JOIN pg_description d ON d.objoid = p.oid AND d.classoid = 'pg_proc'::regclass AND d.objsubid = 0
     ), marked AS (
-        SELECT x.tube, x.tbl, string_agg(x.oid || ':' || x.xmin, ' ' ORDER BY x.oid) AS marks,
-            bit_or(CASE WHEN x.fires THEN x.tgtype::integer END) AS events
+        SELECT x.tube, x.tbl, string_agg(x.oid || ':' || x.xmin, ' ' ORDER BY x.oid) FILTER (WHERE x.own) AS marks,
+            bit_or(x.tgtype::integer) FILTER (WHERE x.fires AND NOT x.of_rows) AS events,
+            count(*) FILTER (WHERE x.fires AND x.of_rows) AS of_rows, bool_or(x.of_rows AND NOT x.fires) AS off
         FROM present x JOIN functions f ON f.oid = x.tgfoid
         WHERE CASE WHEN f.named THEN position(tube_arguments(ARRAY[x.tube]) IN x.tgargs) = 1
             ELSE f.description = 'replicad: touches tube ' || x.tube END
         GROUP BY 1, 2
     )
-    SELECT c.tube, c.tbl::oid, c.root::oid, coalesce(m.marks, ''), coalesce(m.events, 0) & 60 = 60
+    SELECT c.tube, c.tbl::oid, c.root::oid, coalesce(m.marks, ''), coalesce(m.events, 0) & 60 = 60 AND m.off IS NOT TRUE
+        AND (m.of_rows = 4 OR NOT EXISTS (SELECT FROM pg_class k WHERE k.oid = c.tbl AND k.relkind = 'p'))
     FROM chosen c LEFT JOIN marked m ON m.tube = c.tube AND m.tbl = c.tbl;
 END
 $$;

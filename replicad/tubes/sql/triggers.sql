@@ -94,9 +94,7 @@ BEGIN
                 event.rows, tube_pod_size(kind)::text, routed => routing IS NOT NULL)));
         IF event.name = 'UPDATE' THEN  -- which rows have no trigger for
             body := body || format($sql$    IF TG_LEVEL = 'ROW' THEN
-        IF current_setting('replicad.moves_at', true) IS DISTINCT FROM statement_timestamp()::text THEN
-            PERFORM set_config('replicad.moves', 'off', true);
-        ELSIF TG_OP = 'INSERT' THEN%s;
+        IF TG_OP = 'INSERT' THEN%s;
         ELSE%s;
         END IF;
         RETURN NEW;
@@ -230,10 +228,11 @@ REVOKE EXECUTE ON FUNCTION tube_truncate_trigger() FROM PUBLIC;
 DO $$ BEGIN EXECUTE 'ALTER FUNCTION tube_truncate_trigger()' || tube_fixed_sql(); END $$;
 
 -- tube_moves(): BEFORE UPDATE trigger of partitioned tables, for each row in which a column changes that a partition depends on; its
--- first argument is the tube. A MERGE shows the rows that it moves to another partition to no trigger of statements: Postgres
--- (15 and 18 do) takes them for deleted and inserted ones, and fires the triggers of DELETE and INSERT only for actions of these names. Triggers for
--- each row see them. So where the statement may be a MERGE, this turns those on until the client's statement has ended. It is none if the
--- client has sent it itself, in a text without that word; EXECUTE hides the text. Writes nothing.
+-- arguments are the tube, these columns, and the name of a setting. A MERGE shows the rows that it moves to another partition to no trigger of
+-- statements: Postgres (15 and 18 do) takes them for deleted and inserted ones, and fires the triggers of DELETE and INSERT only for actions of
+-- these names. Triggers for each row see them. So where the statement may be a MERGE, this turns those on, by the setting, and the row's own
+-- insertion turns them off. It is none if it stands in the context, or in what the client has sent, without that word; EXECUTE and
+-- functions in SQL hide the text. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_moves() RETURNS trigger
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 {moves}$$;
@@ -295,7 +294,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 
 -- tube_triggers_of(tube, tbl): the tube's triggers on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE, 32 TRUNCATE; 1 more for
--- those of rows), the function, its argument (of several: as pg_trigger has them, escaped), and whether it fires. They are found by the functions that they call, because a
+-- those of rows, and 7 for the one before INSERT), the function, its argument (of several: as pg_trigger has them, escaped), and whether it fires. They are found by the functions that they call, because a
 -- table and its triggers can be renamed. Those that a partition has from its table are left out. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_triggers_of(tube text, tbl regclass)
 RETURNS TABLE (name name, event integer, function regprocedure, argument text, fires boolean)
@@ -303,7 +302,7 @@ LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 BEGIN
     RETURN QUERY
-    SELECT g.tgname, g.tgtype & 61, p.oid::regprocedure,
+    SELECT g.tgname, CASE g.tgtype WHEN 7 THEN 7 ELSE g.tgtype & 61 END, p.oid::regprocedure,
         CASE WHEN g.tgnargs = 1 THEN convert_from(substring(g.tgargs FROM 1 FOR length(g.tgargs) - 1), getdatabaseencoding())
             ELSE encode(g.tgargs, 'escape') END,
         g.tgenabled IN ('O', 'A') AND (g.tgqual IS NULL OR g.tgtype & 1 = 1)
@@ -325,13 +324,15 @@ $$;
 -- keeps a trigger that is as wanted, whatever its name, or replaces it, drops others, and creates missing triggers, under
 -- another name if a trigger that does not belong to the tube has its name. Writes triggers.
 --
--- A partitioned table has triggers for each row besides, from which the partitions have theirs. That for INSERT never fires. Without it, Postgres 18
+-- A partitioned table has triggers for each row besides, from which the partitions have theirs. That for BEFORE INSERT never fires. Without it, Postgres 18
 -- gives the AFTER UPDATE trigger of a MERGE the row that the MERGE inserted last in place of each row that it updates after that:
--- tcs_original_insert_tuple in its nodeModifyTable.c is left set. For the others see tube_moves.
+-- tcs_original_insert_tuple in its nodeModifyTable.c is left set. For the others see tube_moves. Triggers fire in the order of their names: ~ is
+-- behind those of others, which may change a column on which a partition depends.
 CREATE OR REPLACE FUNCTION tube_triggers_ensure(tube text, tbl regclass, function text, shard integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     moves name[] := tube_moves_columns(tbl);
+    flag text := 'replicad.moves_t' || left(md5(tube), 12);
     rows boolean := EXISTS (SELECT FROM pg_class c WHERE c.oid = tbl AND c.relkind = 'p') AND NOT EXISTS (
         SELECT FROM pg_inherits i JOIN tube_attachment a ON a.tube = tube_triggers_ensure.tube AND a.tbl = i.inhparent
         WHERE i.inhrelid = tube_triggers_ensure.tbl);
@@ -341,18 +342,21 @@ DECLARE
     kept boolean;
 BEGIN
     FOR wanted IN
-        SELECT tube_trigger_name(tbl, tube, w.moment) AS name, w.*, to_regprocedure(w.function || '()') AS called
+        SELECT CASE WHEN w.moment LIKE '~%' THEN tube_object_name('~replicad_' || tube, replace(w.moment, '~', '_'))
+            ELSE tube_trigger_name(tbl, tube, w.moment) END AS name, w.*, to_regprocedure(w.function || '()') AS called
         FROM (VALUES
             (4, 'after_insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS tube_new_rows FOR EACH STATEMENT', function, ARRAY[shard::text]),
             (16, 'after_update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS tube_new_rows OLD TABLE AS tube_old_rows FOR EACH STATEMENT',
                 function, ARRAY[shard::text]),
             (8, 'after_delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS tube_old_rows FOR EACH STATEMENT', function, ARRAY[shard::text]),
             (32, 'before_truncate', 'BEFORE TRUNCATE', 'FOR EACH STATEMENT', format('%I.tube_truncate_trigger', current_schema()), ARRAY[tube]),
-            (5, 'before_insert', 'BEFORE INSERT', 'FOR EACH ROW WHEN (false)', format('%I.tube_moves', current_schema()), ARRAY[tube]),
-            (17, 'before_update', 'BEFORE UPDATE', 'FOR EACH ROW' || coalesce((
+            (7, '~merge', 'BEFORE INSERT', 'FOR EACH ROW WHEN (false)', format('%I.tube_moves', current_schema()), ARRAY[tube]),
+            (17, '~moves', 'BEFORE UPDATE', 'FOR EACH ROW' || coalesce((
                 SELECT format(' WHEN (NOT pg_catalog.record_image_eq(ROW(%s), ROW(%s)))', string_agg(format('OLD.%I', m), ', '), string_agg(format('NEW.%I', m), ', '))
-                FROM unnest(moves) m), ''), format('%I.tube_moves', current_schema()), ARRAY[tube, coalesce(moves::text, '')]),
-            (13, 'after_move', 'AFTER INSERT OR DELETE', 'FOR EACH ROW WHEN (current_setting(''replicad.moves'', true) = ''on'')', function, ARRAY[shard::text])
+                FROM unnest(moves) m HAVING count(*) > 0), ''), format('%I.tube_moves', current_schema()), ARRAY[tube, coalesce(moves::text, ''), flag]),
+            (9, '~gone', 'AFTER DELETE', format('FOR EACH ROW WHEN (current_setting(%L, true) = ''on'')', flag), function, ARRAY[shard::text]),
+            (5, '~come', 'AFTER INSERT', format('FOR EACH ROW WHEN (CASE WHEN current_setting(%1$L, true) = ''on'' THEN set_config(%1$L, ''off'', true) = ''off'' '
+                'ELSE false END)', flag), function, ARRAY[shard::text])
         ) AS w (bit, moment, event, form, function, arguments)
         WHERE rows OR w.bit & 1 = 0
     LOOP

@@ -135,7 +135,7 @@ async def test_a_merge_that_moves_rows_between_partitions_of_an_expression_is_se
     assert {i for _, _, ids in await take("a") for i in ids} == {1}
 
 
-async def test_a_detached_table_of_partitions_and_one_that_an_old_version_attached_are_named(db: Database) -> None:
+async def test_triggers_of_rows_that_are_gone_or_off_are_named_and_made_again(db: Database, take: Take) -> None:
     await db.execute(PARTED)
     state = "SELECT count(*) FROM tube.tube_missed WHERE lasts"
     await db.execute('DROP TRIGGER "~replicad_a_moves" ON sh1.t; SELECT tube.tube_triggers_check()')
@@ -144,6 +144,11 @@ async def test_a_detached_table_of_partitions_and_one_that_an_old_version_attach
     assert await db.fetch_value(state) == 0
     await db.execute('ALTER TABLE sh1.low DISABLE TRIGGER "~replicad_a_gone"; SELECT tube.tube_triggers_check()')
     assert await db.fetch_value(state) == 1
+    await db.execute("SELECT tube.tube_table_ensure_attached('a', 'sh1.t', predicate => 'v > 0')")
+    assert await db.fetch_value(state) == 0
+    await take("a")
+    await db.execute(MERGED)
+    assert {i for _, _, ids in await take("a") for i in ids} >= {2, 3, 20, 300}
 
 
 async def test_rows_that_an_update_moves_are_seen_once(db: Database, take: Take) -> None:

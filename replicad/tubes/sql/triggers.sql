@@ -387,5 +387,10 @@ BEGIN
         EXECUTE format('CREATE OR REPLACE TRIGGER %I %s ON %s %s EXECUTE FUNCTION %s(%s)', replaced, wanted.event, tube_qualified(tbl), wanted.form,
             wanted.function, (SELECT string_agg(quote_literal(a), ', ' ORDER BY n) FROM unnest(wanted.arguments) WITH ORDINALITY AS w (a, n)));
     END LOOP;
+    FOR replaced IN SELECT g.tgname FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgparentid <> 0 AND g.tgenabled = 'D'
+        AND g.tgname IN (SELECT tube_object_name('~replicad_' || tube, m) FROM unnest('{_merge,_moves,_gone,_come}'::text[]) m)
+    LOOP  -- which a partition has from its table
+        EXECUTE format('ALTER TABLE %s ENABLE TRIGGER %I', tube_qualified(tbl), replaced);
+    END LOOP;
 END
 $$;

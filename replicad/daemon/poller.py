@@ -89,9 +89,9 @@ class Poller:
         self._at_rest: LastValues | None = None
         self._polled_at = float("-inf")  # when the last poll began
         self._rests = trio.Event()  # set while a bell may ring
-        self._not_before = float("-inf")  # that time
+        self._not_before = float("-inf")  # when its ring may begin a poll
         self._has_bell = False
-        self._rings_at_once = False  # it is told of what is written
+        self._rings_at_once = False  # the bell hears WAL
         self._alarmed: dict[str, tuple[str, ...]] = {}
         self._last: Mapping[str, Reading] = {}
 

@@ -93,13 +93,15 @@ MERGED = (
         "{}",
         "/* of an application */ {}",
         "DO $$ BEGIN {}; END $$",
-        "PREPARE p AS {}; EXECUTE p",
-        "CREATE FUNCTION public.f() RETURNS void LANGUAGE sql AS $$ {} $$; SELECT public.f()",
+        "PREPARE p AS {} ;; EXECUTE p",
+        "CREATE FUNCTION public.f() RETURNS void LANGUAGE sql AS $$ {} $$ ;; SELECT public.f()",
+        "CREATE FUNCTION public.f() RETURNS void LANGUAGE plpgsql AS $$ BEGIN {}; END $$ ;; SELECT public.f()",
         "CREATE TABLE public.u (a integer); CREATE FUNCTION public.f() RETURNS trigger LANGUAGE plpgsql AS "
         "$$ BEGIN {}; RETURN NEW; END $$; CREATE TRIGGER z BEFORE INSERT ON public.u FOR EACH ROW "
-        "EXECUTE FUNCTION public.f(); INSERT INTO public.u VALUES (1)",
+        "EXECUTE FUNCTION public.f() ;; INSERT INTO public.u VALUES (1)",
         "UPDATE sh1.t SET id = 500 WHERE id = 401; {}",
         "SET TimeZone = 'America/New_York'; {}",
+        'CREATE FUNCTION public."update"() RETURNS void LANGUAGE sql AS $$ {} $$ ;; SELECT public."update"()',
     ],
 )
 async def test_a_merge_into_partitions_is_seen_with_what_it_moves_and_what_it_updates_after_an_insert(
@@ -107,7 +109,9 @@ async def test_a_merge_into_partitions_is_seen_with_what_it_moves_and_what_it_up
 ) -> None:
     await db.execute(PARTED)
     await take("a")
-    await db.execute(way.format(MERGED))
+    async with db.connection() as connection:
+        for text in way.format(MERGED).split(";;"):  # each is all that Postgres shows of what the client has sent
+            await connection.execute(text)
     seen = {i for _, _, ids in await take("a") for i in ids}
     assert seen - {401, 500} == {1, 2, 3, 10, 20, 300, 400}
 

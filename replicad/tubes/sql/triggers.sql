@@ -92,7 +92,7 @@ BEGIN
             END,
             tube_noted_sql(tube, tube_insert_sql(tube, tube_op_sql(quote_literal(event.op)), 'TG_ARGV[0]::integer',
                 event.rows, tube_pod_size(kind)::text, routed => routing IS NOT NULL)));
-        IF event.name = 'UPDATE' THEN  -- which rows have no trigger for
+        IF event.name = 'UPDATE' THEN  -- behind it: an UPDATE is never called for a row, and pays nothing for the question
             body := body || format($sql$    IF TG_LEVEL = 'ROW' THEN
         IF TG_OP = 'INSERT' THEN%s;
         ELSE%s;
@@ -294,8 +294,9 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 
 -- tube_triggers_of(tube, tbl): the tube's triggers on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE, 32 TRUNCATE; 1 more for
--- those of rows, and 7 for the one before INSERT), the function, its argument (of several: as pg_trigger has them, escaped), and whether it fires. They are found by the functions that they call, because a
--- table and its triggers can be renamed. Those that a partition has from its table are left out. Writes nothing.
+-- those of rows, and 7 for the one before INSERT), the function, its argument (of several: as pg_trigger has them, escaped), and whether
+-- it fires. They are found by the functions that they call, because a table and its triggers can be renamed. Those that a
+-- partition has from its table are left out. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_triggers_of(tube text, tbl regclass)
 RETURNS TABLE (name name, event integer, function regprocedure, argument text, fires boolean)
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
